@@ -1,0 +1,145 @@
+"""The one table of parameter and activation shapes; the model is built from it, the estimate reads it.
+
+Takes a ModelSpec (and batch sizes), gives named shapes and counts. It must not import torch.
+Held against the real module, on the meta device, by tests/test_shapes.py for every conf/model/*.yaml.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from train.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A named tensor; of a parameter the name is the one in the module."""
+
+    name: str
+    dims: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.dims)
+
+
+def norm_parameters(model: ModelSpec, name: str, width: int) -> list[Shape]:
+    """Scale, and for layernorm a bias, over `width` features."""
+    shapes = [Shape(name=f"{name}.weight", dims=(width,))]
+    if model.norm == "layernorm":
+        shapes.append(Shape(name=f"{name}.bias", dims=(width,)))
+    return shapes
+
+
+def linear_parameters(name: str, d_out: int, d_in: int, bias: bool) -> list[Shape]:
+    """A matrix (d_out, d_in) and perhaps a bias (d_out,)."""
+    shapes = [Shape(name=f"{name}.weight", dims=(d_out, d_in))]
+    if bias:
+        shapes.append(Shape(name=f"{name}.bias", dims=(d_out,)))
+    return shapes
+
+
+@cache
+def block_parameters(model: ModelSpec) -> tuple[Shape, ...]:
+    """Parameters of one transformer block, in the module's order; names without the block's own prefix."""
+    d, hd, kv = model.d_model, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    shapes = norm_parameters(model, "attention_norm", d)
+    shapes += linear_parameters("attention.q", hd, d, model.attention_bias)
+    shapes += linear_parameters("attention.k", kv, d, model.attention_bias)
+    shapes += linear_parameters("attention.v", kv, d, model.attention_bias)
+    shapes += linear_parameters("attention.o", d, hd, model.attention_bias)
+    if model.qk_norm:
+        shapes.append(Shape(name="attention.q_norm.weight", dims=(model.head_dim,)))
+        shapes.append(Shape(name="attention.k_norm.weight", dims=(model.head_dim,)))
+    shapes += norm_parameters(model, "mlp_norm", d)
+    gelu = model.mlp == "gelu"
+    if not gelu:
+        shapes += linear_parameters("mlp.gate", model.d_mlp, d, False)
+    shapes += linear_parameters("mlp.up", model.d_mlp, d, gelu)
+    shapes += linear_parameters("mlp.down", d, model.d_mlp, gelu)
+    return tuple(shapes)
+
+
+@cache
+def root_parameters(model: ModelSpec) -> tuple[Shape, ...]:
+    """Parameters outside the blocks: embedding, learned positions, last norm, untied head."""
+    shapes = [Shape(name="embedding.weight", dims=(model.vocab_size, model.d_model))]
+    if model.position == "learned":
+        shapes.append(Shape(name="positions.weight", dims=(model.context_length, model.d_model)))
+    shapes += norm_parameters(model, "norm", model.d_model)
+    if not model.tie_embeddings:
+        shapes += linear_parameters("head", model.vocab_size, model.d_model, False)
+    return tuple(shapes)
+
+
+def parameters(model: ModelSpec) -> tuple[Shape, ...]:
+    """All parameters under the names that the whole module gives them."""
+    blocks = tuple(
+        Shape(name=f"blocks.{i}.{s.name}", dims=s.dims)
+        for i in range(model.num_layers)
+        for s in block_parameters(model)
+    )
+    return root_parameters(model) + blocks
+
+
+def block_num_parameters(model: ModelSpec) -> int:
+    """Parameters of one block."""
+    return sum(s.numel for s in block_parameters(model))
+
+
+def num_parameters(model: ModelSpec) -> int:
+    """Parameters of the whole model; a tied head counts once."""
+    return sum(s.numel for s in root_parameters(model)) + model.num_layers * block_num_parameters(model)
+
+
+@cache
+def block_activations(model: ModelSpec, micro_batch: int, seq_len: int) -> tuple[Shape, ...]:
+    """Outputs of the operations of one block in order, each of shape as the module makes it.
+
+    B sequences of T tokens; H heads of width D. `attention_lse` (log-sum-exp, fp32 whatever the
+    precision) is there with fused attention, `attention_scores` and `attention_probs` with
+    model.attention=math.
+    """
+    b, t, d = micro_batch, seq_len, model.d_model
+    h, kv, hd = model.num_heads, model.num_kv_heads, model.head_dim
+    shapes = [Shape(name="input", dims=(b, t, d)), Shape(name="attention_norm", dims=(b, t, d))]
+    shapes += [Shape(name="q", dims=(b, t, h, hd))]
+    shapes += [Shape(name=name, dims=(b, t, kv, hd)) for name in ("k", "v")]
+    if model.qk_norm:
+        shapes += [Shape(name="q_normed", dims=(b, t, h, hd)), Shape(name="k_normed", dims=(b, t, kv, hd))]
+    if model.position == "rope":
+        shapes += [Shape(name="q_rotated", dims=(b, t, h, hd)), Shape(name="k_rotated", dims=(b, t, kv, hd))]
+    if model.attention == "math":
+        shapes += [Shape(name=f"attention_{name}", dims=(b, h, t, t)) for name in ("scores", "probs")]
+    else:
+        shapes.append(Shape(name="attention_lse", dims=(b, h, t)))
+    shapes.append(Shape(name="attention", dims=(b, t, h, hd)))
+    shapes += [Shape(name=name, dims=(b, t, d)) for name in ("o", "attention_residual", "mlp_norm")]
+    if model.mlp == "swiglu":
+        shapes += [Shape(name="mlp_gate", dims=(b, t, model.d_mlp)), Shape(name="mlp_silu", dims=(b, t, model.d_mlp))]
+    shapes += [Shape(name="mlp_up", dims=(b, t, model.d_mlp)), Shape(name="mlp_act", dims=(b, t, model.d_mlp))]
+    shapes += [Shape(name=name, dims=(b, t, d)) for name in ("mlp_down", "output")]
+    return tuple(shapes)
+
+
+def block_forward_flops(model: ModelSpec, micro_batch: int, seq_len: int) -> int:
+    """FLOPs of one block's forward pass: two per multiply-add of its matrices and of attention.
+
+    Attention counts the full (T, T) square, as torch's FlopCounterMode does.
+    """
+    tokens = micro_batch * seq_len
+    matrices = sum(s.numel for s in block_parameters(model) if len(s.dims) == 2)
+    attention = 4 * micro_batch * model.num_heads * seq_len * seq_len * model.head_dim
+    return 2 * tokens * matrices + attention
+
+
+def head_forward_flops(model: ModelSpec, micro_batch: int, seq_len: int) -> int:
+    """FLOPs of the projection to the vocabulary."""
+    return 2 * micro_batch * seq_len * model.vocab_size * model.d_model
+
+
+def step_flops(model: ModelSpec, micro_batch: int, seq_len: int) -> int:
+    """FLOPs of one forward and backward without recomputation; backward counts twice the forward."""
+    forward = model.num_layers * block_forward_flops(model, micro_batch, seq_len)
+    return 3 * (forward + head_forward_flops(model, micro_batch, seq_len))
