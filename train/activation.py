@@ -20,4 +20,4 @@ def apply_checkpointing(module: Transformer, ckpt: CkptSpec) -> None:
     """
     for index in ckpt.layers_recomputed(len(module.blocks)):
         block = module.blocks[index]
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

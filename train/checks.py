@@ -35,9 +35,7 @@ def unsupported(spec: TrainSpec) -> list[Problem]:
     if spec.train.loss == "chunked":
         found.append(_problem("train.loss", "chunked", "the trainer has no chunked loss yet", "Set it to full"))
     if spec.parallel.cpu_offload:
-        found.append(
-            _problem("parallel.cpu_offload", True, "the trainer does not offload yet", "Set it to false")
-        )
+        found.append(_problem("parallel.cpu_offload", True, "the trainer does not offload yet", "Set it to false"))
     return found
 
 
@@ -181,6 +179,20 @@ def _check_schedule(optim: OptimSpec, budget: BudgetSpec) -> list[Problem]:
     return []
 
 
+def _check_tokens(budget: BudgetSpec, train: LoopSpec, parallel: ParallelSpec) -> list[Problem]:
+    a_step = train.micro_batch * train.grad_accum * parallel.world_size * train.seq_len
+    if budget.max_tokens is not None and budget.max_tokens < a_step:
+        return [
+            _problem(
+                "budget.max_tokens",
+                budget.max_tokens,
+                f"one optimizer step takes {a_step} tokens",
+                f"Set it to {a_step} or more, or make the step smaller",
+            )
+        ]
+    return []
+
+
 def _check_data(data: DataSpec, model: ModelSpec) -> list[Problem]:
     if data.source == "text" and not data.path:
         return [
@@ -216,7 +228,10 @@ def _check_parallel(parallel: ParallelSpec, device: DeviceSpec) -> list[Problem]
     if parallel.cpu_offload and device.kind == "cpu":
         return [
             _problem(
-                "parallel.cpu_offload", True, "with device=cpu all is in host memory already", "Set it to false"
+                "parallel.cpu_offload",
+                True,
+                "with device=cpu all is in host memory already",
+                "Set it to false",
             )
         ]
     return []
@@ -227,6 +242,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[Problem]]], ...] = (
     (("model", "ckpt"), _check_ckpt),
     (("model", "train"), _check_length),
     (("optim", "budget"), _check_schedule),
+    (("budget", "train", "parallel"), _check_tokens),
     (("data", "model"), _check_data),
     (("parallel", "device"), _check_parallel),
 )

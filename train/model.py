@@ -33,7 +33,8 @@ class _Table:
         return nn.Linear(d_in, d_out, bias=f"{name}.bias" in self.dims)
 
     def embedding(self, name: str) -> nn.Embedding:
-        return nn.Embedding(*self.dims[f"{name}.weight"])
+        rows, width = self.dims[f"{name}.weight"]
+        return nn.Embedding(rows, width)
 
     def norm(self, name: str) -> nn.Module:
         (width,) = self.dims[f"{name}.weight"]
@@ -57,7 +58,7 @@ def rope_angles(model: ModelSpec, seq_len: int, device: torch.device) -> Tensor:
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """x (B, T, H, D) with neighbouring pairs turned by rope (T, D/2); same dtype as x."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rope[:, None]).flatten(-2).type_as(x)
 
 

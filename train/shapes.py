@@ -117,8 +117,14 @@ def block_activations(model: ModelSpec, micro_batch: int, seq_len: int) -> tuple
     shapes.append(Shape(name="attention", dims=(b, t, h, hd)))
     shapes += [Shape(name=name, dims=(b, t, d)) for name in ("o", "attention_residual", "mlp_norm")]
     if model.mlp == "swiglu":
-        shapes += [Shape(name="mlp_gate", dims=(b, t, model.d_mlp)), Shape(name="mlp_silu", dims=(b, t, model.d_mlp))]
-    shapes += [Shape(name="mlp_up", dims=(b, t, model.d_mlp)), Shape(name="mlp_act", dims=(b, t, model.d_mlp))]
+        shapes += [
+            Shape(name="mlp_gate", dims=(b, t, model.d_mlp)),
+            Shape(name="mlp_silu", dims=(b, t, model.d_mlp)),
+        ]
+    shapes += [
+        Shape(name="mlp_up", dims=(b, t, model.d_mlp)),
+        Shape(name="mlp_act", dims=(b, t, model.d_mlp)),
+    ]
     shapes += [Shape(name=name, dims=(b, t, d)) for name in ("mlp_down", "output")]
     return tuple(shapes)
 

@@ -253,7 +253,7 @@ class TrainSpec(Spec):
         if self.budget.max_steps is not None:
             limits.append(self.budget.max_steps)
         if self.budget.max_tokens is not None:
-            limits.append(max(1, self.budget.max_tokens // self.tokens_per_step))
+            limits.append(self.budget.max_tokens // self.tokens_per_step)
         return min(limits) if limits else None
 
 
@@ -266,4 +266,6 @@ class Problem(Spec):
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.why}. {self.fix}" if self.fix else f"{self.key}={self.value}: {self.why}."
+        return (
+            f"{self.key}={self.value}: {self.why}. {self.fix}" if self.fix else f"{self.key}={self.value}: {self.why}."
+        )

@@ -1,0 +1,109 @@
+"""The command line: which verb, in which order the stages run, and the exit code.
+
+`python -m orchestrator [VERB] ...`; `run` and `check` take a config and go through Hydra, the others take run names.
+Only this file knows the order of the chain. It must not import torch.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from orchestrator import config, output
+from orchestrator.errors import ConfigError, ExitCode, OrchestratorError
+from orchestrator.preflight import judge, verdict_code
+from orchestrator.spec import RunSpec
+
+CONFIG_VERBS = ("run", "check")
+RUN_VERBS = ("runs", "show", "logs", "wait", "cancel", "resume")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        verb, rest = split_verb(words)
+        if verb in RUN_VERBS:
+            from orchestrator.run_verbs import run_verbs  # late: needs rich and click, which check does not
+
+            return run_verbs(verb, rest)
+        return _config_verb(verb, rest)
+    except OrchestratorError as error:
+        print(error, file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def split_verb(words: list[str]) -> tuple[str, list[str]]:
+    """The verb, `run` where there is none, and everything else; raises ConfigError for an unknown one."""
+    verbs = CONFIG_VERBS + RUN_VERBS
+    takes_value = False
+    for index, word in enumerate(words):
+        if takes_value:
+            takes_value = False
+        elif word in config.VALUE_FLAGS + config.DIR_FLAGS:
+            takes_value = True
+        elif not word.startswith(("-", "+", "~")) and "=" not in word:
+            if word not in verbs:
+                close = get_close_matches(word, verbs, n=1)
+                hint = f" Did you mean {close[0]}?" if close else ""
+                raise ConfigError([f"{word}: there is no such verb.{hint} Verbs: {', '.join(verbs)}."])
+            return word, words[:index] + words[index + 1 :]
+    return "run", words
+
+
+@dataclass
+class _Jobs:
+    """What the jobs of one command came to."""
+
+    printed: list[dict[str, object]] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    outputs: set[str] = field(default_factory=set)
+
+
+def _config_verb(verb: str, argv: list[str]) -> int:
+    jobs = _Jobs()
+    sweep = any(word in ("-m", "--multirun") for word in argv)
+
+    def job(spec: RunSpec) -> None:
+        jobs.outputs.add(spec.output)
+        try:
+            code, answer = (_check if verb == "check" else _run)(spec)
+            jobs.printed.append(answer)
+        except OrchestratorError as error:
+            print(error, file=sys.stderr)
+            code = int(error.exit_code)
+            jobs.printed.append({"choices": spec.choices, "error": str(error), "exit_code": code})
+        jobs.codes.append(code)
+
+    config.run_hydra(argv, job)
+    if "json" in jobs.outputs:
+        print(json.dumps(jobs.printed if sweep else jobs.printed[0], indent=2))
+    return max(jobs.codes, default=0)
+
+
+def _check(spec: RunSpec) -> tuple[int, dict[str, object]]:
+    seen, plan = judge(spec)
+    if spec.output == "text":
+        print(output.as_text(seen, plan))
+    return int(verdict_code(seen, plan)), output.as_json(seen, plan)
+
+
+def _run(spec: RunSpec) -> tuple[int, dict[str, object]]:
+    seen, plan = judge(spec)
+    answer = output.as_json(seen, plan)
+    code = verdict_code(seen, plan)
+    if code is not ExitCode.DONE:
+        if spec.output == "text":
+            print(output.as_text(seen, plan), file=sys.stderr)
+        return int(code), answer
+    from orchestrator.start import start  # late: needs rich and submitit, which a refusal does not
+
+    started = start(seen, plan, answer)
+    return started.exit_code, answer | {"run": started.run_dir.name, "run_dir": str(started.run_dir)}

@@ -1,0 +1,290 @@
+"""From the command line's overrides to a RunSpec, through Hydra and strict validation.
+
+The only file besides sweep.py that imports hydra or omegaconf. Raises ConfigError with all problems together.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from orchestrator.errors import ConfigError
+from orchestrator.project import CONF_DIR
+from orchestrator.spec import LaunchSpec, OomguardSpec, RunSpec, TrackingSpec
+from train.checks import problems
+from train.spec import Problem, Spec, TrainSpec
+
+_TRAIN_SECTIONS: dict[str, type[Spec]] = {
+    name: field.annotation for name, field in TrainSpec.model_fields.items() if isinstance(field.annotation, type)
+}
+_SECTIONS = _TRAIN_SECTIONS | {"launch": LaunchSpec, "tracking": TrackingSpec, "oomguard": OomguardSpec}
+_OUTPUTS = ("text", "json")
+# Flags of Hydra that take the next word as their value.
+VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
+DIR_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+
+
+def run_hydra(argv: list[str], job: Callable[[RunSpec], None]) -> None:
+    """Hand argv to Hydra: its own flags print, anything else calls `job` once, or once a job under -m.
+
+    Raises ConfigError for what a user can mend.
+    """
+
+    def task(cfg: DictConfig) -> None:
+        choices = {k: str(v) for k, v in HydraConfig.get().runtime.choices.items() if v is not None}
+        job(to_spec(cfg, choices, tuple(HydraConfig.get().overrides.task)))
+
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["orchestrator", *argv]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(task)()
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(_diagnose(argv, error)) from error
+    finally:
+        sys.argv = before[0]
+        if before[1] is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def to_spec(cfg: DictConfig, choices: Mapping[str, str], overrides: tuple[str, ...]) -> RunSpec:
+    """The frozen spec of a composed config; its name lacks the date until a folder is claimed."""
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError(
+            [Problem(key=key, value="???", why="it has no value", fix=f"Set {key}=...") for key in missing]
+        )
+    try:
+        content = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([_first_line(error)]) from error
+    assert isinstance(content, dict)
+    return validate(
+        {str(k): v for k, v in content.items()},
+        {k: v for k, v in choices.items() if not k.startswith("hydra/")},
+        overrides,
+    )
+
+
+def validate(content: dict[str, Any], choices: Mapping[str, str], overrides: tuple[str, ...]) -> RunSpec:
+    """Check all sections, then what only shows across them; every problem is reported."""
+    found: list[Problem] = []
+    sections: dict[str, Spec] = {}
+    for name, spec_type in _SECTIONS.items():
+        try:
+            sections[name] = spec_type.model_validate_json(json.dumps(content.get(name)))
+        except ValidationError as error:
+            found += [_problem(spec_type, name, details) for details in error.errors()]
+    known = [*_SECTIONS, "output"]
+    found += [_unknown_key(key, content[key], known) for key in content if key not in known]
+    if content.get("output") not in _OUTPUTS:
+        found.append(_choice("output", content.get("output"), _OUTPUTS))
+    found += problems(sections)
+    if found:
+        raise ConfigError(found)
+    train = TrainSpec.model_validate({name: sections[name] for name in _TRAIN_SECTIONS})
+    stem = f"{train.model.name}-{train.ckpt.policy}-b{train.train.micro_batch}-t{train.train.seq_len}"
+    return RunSpec.model_validate(
+        {
+            "name": stem,
+            "choices": dict(choices),
+            "overrides": overrides,
+            "train": train,
+            "launch": sections["launch"],
+            "tracking": sections["tracking"],
+            "oomguard": sections["oomguard"],
+            "output": content["output"],
+        }
+    )
+
+
+def change(spec: RunSpec, overrides: Iterable[str], allowed: tuple[str, ...]) -> RunSpec:
+    """The spec with `key=value` overrides applied to its frozen values, for a resume.
+
+    Only keys under `allowed` may change; raises ConfigError for the others, with the reason.
+    """
+    content = {name: getattr(spec.train, name).model_dump(mode="json") for name in _TRAIN_SECTIONS}
+    for name in ("launch", "tracking", "oomguard"):
+        content[name] = getattr(spec, name).model_dump(mode="json")
+    config = OmegaConf.create(content | {"output": spec.output})
+    found: list[Problem] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or OmegaConf.select(config, key, default=_ABSENT) is _ABSENT:
+            found.append(_unknown_key(key, value, _leaves(content)))
+        elif not any(key == name or key.startswith(f"{name}.") for name in allowed):
+            fix = f"A resume may change {', '.join(allowed)}; start a new run for this"
+            found.append(Problem(key=key, value=value, why="it belongs to the training itself", fix=fix))
+        else:
+            OmegaConf.update(config, key, OmegaConf.create({"v": None} | _yaml(value))["v"])
+    if found:
+        raise ConfigError(found)
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    changed = validate({str(k): v for k, v in plain.items()}, spec.choices, spec.overrides)
+    return changed.model_copy(update={"name": spec.name})
+
+
+_ABSENT = object()
+
+
+def _yaml(value: str) -> dict[str, Any]:
+    parsed = OmegaConf.to_container(OmegaConf.create(f"v: {value}"))
+    assert isinstance(parsed, dict)
+    return {str(k): v for k, v in parsed.items()}
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names = []
+    for key, value in content.items():
+        names.append(f"{prefix}{key}")
+        if isinstance(value, dict):
+            names += _leaves(value, f"{prefix}{key}.")
+    return names
+
+
+def _problem(spec_type: type[Spec], section: str, details: ErrorDetails) -> Problem:
+    """One pydantic error in the words of the config."""
+    path = [section, *(str(part) for part in details["loc"])]
+    key = ".".join(part for part in path if not re.fullmatch(r"tuple.*|str|int|function.*", part))
+    value = details["input"]
+    if details["type"] == "extra_forbidden":
+        return _unknown_key(key, value, [f"{section}.{name}" for name in spec_type.model_fields])
+    if details["type"] == "missing":
+        return Problem(key=key, value="???", why="it has no value", fix=f"Set {key}=...")
+    if details["type"] == "literal_error":
+        return _choice(key, value, re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", ""))))
+    why = details["msg"][0].lower() + details["msg"][1:]
+    return Problem(key=key, value=_shown(value), why=why.replace("input should be", "it must be"), fix="")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool | None):
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+def _choice(key: str, value: object, choices: Iterable[str]) -> Problem:
+    choices = sorted(choices)
+    close = get_close_matches(_shown(value), choices, n=1)
+    hint = f"Did you mean {close[0]}? " if close else ""
+    return Problem(
+        key=key,
+        value=_shown(value),
+        why="it is not one of the choices",
+        fix=f"{hint}Choices: {', '.join(choices)}",
+    )
+
+
+def _unknown_key(key: str, value: object, known: Iterable[str]) -> Problem:
+    known = list(known)
+    close = get_close_matches(key, known, n=1) or _by_last_part(key, known)
+    siblings = sorted(k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0])
+    fix = f"Did you mean {close[0]}?" if close else f"Keys there: {', '.join(siblings or known)}"
+    return Problem(key=key, value=_shown(value), why="there is no such key", fix=fix)
+
+
+def _by_last_part(key: str, known: list[str]) -> list[str]:
+    last = {name.rpartition(".")[2]: name for name in known}
+    return [last[match] for match in get_close_matches(key.rpartition(".")[2], last, n=1)]
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _diagnose(argv: list[str], error: Exception) -> list[Problem | str]:
+    """All problems of these overrides: find one, leave its override out, compose again."""
+    overrides, directories = _split_argv(argv)
+    found: list[Problem | str] = []
+    while True:
+        try:
+            cfg, choices = _compose(overrides, directories)
+            to_spec(cfg, choices, tuple(overrides))
+        except ConfigError as invalid:
+            found += invalid.problems
+        except (HydraException, OmegaConfBaseException, ValueError) as failure:
+            problem, culprit = _explain(failure, overrides, directories)
+            found.append(problem)
+            if culprit is not None:
+                overrides.remove(culprit)
+                continue
+        return found or [_first_line(error)]
+
+
+def _split_argv(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Overrides, with sweeps cut to their first value, and directories named by -cd."""
+    overrides, directories = [], []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            directories.append(value if equals else next(words, ""))
+        elif word in VALUE_FLAGS + DIR_FLAGS:
+            next(words, None)
+        elif not word.startswith("-"):
+            overrides.append(word)
+    return overrides, directories
+
+
+def _compose(overrides: list[str], directories: list[str]) -> tuple[DictConfig, dict[str, str]]:
+    paths = ",".join(f"file://{Path(d).absolute()}" for d in directories)
+    extra = [f"hydra.searchpath=[{paths}]"] if directories else []
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        cfg = compose("config", [*overrides, *extra], return_hydra_config=True)
+    choices = {k: str(v) for k, v in cfg.hydra.runtime.choices.items() if v is not None}
+    HydraConfig.instance().set_config(cfg)
+    plain = cfg.copy()
+    OmegaConf.set_struct(plain, False)
+    del plain["hydra"]
+    return plain, choices
+
+
+def _explain(failure: Exception, overrides: list[str], directories: list[str]) -> tuple[Problem | str, str | None]:
+    """The problem in our words, and the override to blame if one can be told."""
+    text = str(failure)
+    if isinstance(failure, MissingConfigException) and failure.missing_cfg_file:
+        group, _, option = str(failure.missing_cfg_file).rpartition("/")
+        return _choice(group, option, failure.options or ()), _blame(overrides, group, option)
+    if isinstance(failure, OverrideParseException):
+        reason = f"it cannot be read as key=value ({_first_line(failure)})"
+        problem = Problem(key=failure.override, value="", why=reason, fix="Quote it for the shell and for Hydra")
+        return f"{failure.override}: {problem.why}. {problem.fix}", _blame(overrides, failure.override, None)
+    named = re.search(r"Could not override '([^']+)'", text) or re.search(r"merging override ([^\s=]+)", text)
+    if named:
+        key = named.group(1).partition("@")[0]
+        culprit = _blame(overrides, key, None)
+        value = culprit.partition("=")[2] if culprit else ""
+        default, _ = _compose([], directories)
+        content = OmegaConf.to_container(default)
+        assert isinstance(content, dict)
+        known = _leaves({str(k): v for k, v in content.items()})
+        if key not in known:
+            return _unknown_key(key, value, known), culprit
+        return Problem(key=key, value=value, why=_first_line(failure.__cause__ or failure), fix=""), culprit
+    return _first_line(failure), None
+
+
+def _blame(overrides: list[str], key: str, option: str | None) -> str | None:
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if override == key or (name.lstrip("+~").partition("@")[0] == key and option in (None, value)):
+            return override
+        if option is not None and name.lstrip("+~") == key and option in value.split(","):
+            return override
+    return None

@@ -1,0 +1,129 @@
+"""What this machine has: its GPUs by NVML, its CPU memory with the cgroup's limit.
+
+Takes a DeviceSpec as configured, gives the concrete one that the estimate reads. It must not import torch.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import psutil
+import pynvml
+import yaml
+
+from orchestrator.errors import NotSubmittedError
+from orchestrator.project import CONF_DIR
+from train.spec import DeviceSpec, TrainSpec
+
+# NVML's product names and the device files that speak of them.
+_KNOWN_CARDS = (
+    (r"A100.*40GB", "a100_40gb"),
+    (r"A100.*80GB", "a100_80gb"),
+    (r"H100 80GB", "h100_80gb"),
+    (r"H100.*96GB", "h100_96gb"),
+    (r"V100.*16GB", "v100_16gb"),
+    (r"RTX 3090(?! Ti)", "rtx_3090"),
+    (r"RTX 4090(?! D)", "rtx_4090"),
+)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Ids of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty without GPUs."""
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:
+        return ()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return tuple(str(i) for i in range(count))
+    return tuple(name.strip() for name in named.split(",") if name.strip())
+
+
+def resolve(spec: TrainSpec) -> TrainSpec:
+    """The spec with the device it will really see: auto becomes a card or cpu, and free memory is read.
+
+    On cpu, usable_bytes is one rank's even share of what the machine has available.
+    """
+    device = spec.device
+    if device.kind == "auto":
+        device = _gpu_here(device) if visible_gpus() else _read(CONF_DIR / "device" / "cpu.yaml")
+    if device.kind == "cpu" and device.usable_bytes is None:
+        share = available_memory_bytes() // spec.parallel.devices_per_node
+        device = device.model_copy(update={"usable_bytes": share})
+    return spec.model_copy(update={"device": device})
+
+
+def check_present(spec: TrainSpec) -> None:
+    """Raise NotSubmittedError where this machine lacks the devices that a local run needs."""
+    if spec.device.kind != "cuda":
+        return
+    here = len(visible_gpus())
+    if here == 0:
+        raise NotSubmittedError(
+            f"device={spec.device.name}: this machine shows no GPU. Set device=cpu or device=auto, "
+            "or run only the pre-flight: python -m orchestrator check"
+        )
+    if here < spec.parallel.devices_per_node:
+        raise NotSubmittedError(
+            f"parallel.devices_per_node={spec.parallel.devices_per_node}: this machine shows {here} GPUs. "
+            f"Set it to at most {here}."
+        )
+
+
+def available_memory_bytes() -> int:
+    """Memory that new processes can get: MemAvailable, or what the cgroup still allows where that is less."""
+    available = int(psutil.virtual_memory().available)
+    for limit_file, used_file, stat_file, cache_key in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        root = Path("/sys/fs/cgroup")
+        limit, used = _int_file(root / limit_file), _int_file(root / used_file)
+        if limit is not None and used is not None:
+            reclaimable = _stat(root / stat_file, cache_key)
+            available = min(available, max(0, limit - used + reclaimable))
+    return available
+
+
+def _int_file(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # absent, or "max": no limit
+        return None
+
+
+def _stat(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)
+
+
+def _read(path: Path) -> DeviceSpec:
+    return DeviceSpec.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def _gpu_here(auto: DeviceSpec) -> DeviceSpec:
+    """The first visible GPU: its file's numbers where it is known, its free memory as NVML reads it."""
+    name = visible_gpus()[0]
+    if name.isdigit():
+        handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    else:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+    product = str(pynvml.nvmlDeviceGetName(handle))
+    free = int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+    file = next((file for pattern, file in _KNOWN_CARDS if re.search(pattern, product)), None)
+    if file is None:
+        slug = re.sub(r"[^a-z0-9]+", "_", product.lower()).strip("_")
+        known = auto.model_copy(update={"name": slug, "kind": "cuda"})
+    else:
+        known = _read(CONF_DIR / "device" / f"{file}.yaml")
+    sources = known.sources | {"usable_bytes": f"free memory of GPU {name} as NVML reads it"}
+    return known.model_copy(update={"usable_bytes": free, "sources": sources})

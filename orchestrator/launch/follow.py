@@ -1,0 +1,176 @@
+"""Following a run from outside: progress while it goes, one block of facts when it has ended.
+
+Takes a run folder, reads its files only; any shell can do it, any number of times.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from orchestrator import ledger
+from orchestrator.ledger import RunRecord
+from train.report import StepReport
+
+_POLL_S = 0.2
+_PLAIN_EVERY_S = 10.0
+
+
+class _Bar:
+    """A progress bar on a terminal, a line every ten seconds elsewhere."""
+
+    def __init__(self, record: RunRecord, console: Console) -> None:
+        self.console = console
+        self.predicted = record.predicted_peak_bytes
+        self.total = record.spec.train.planned_steps
+        self.said_at = 0.0
+        self.said_step = -1
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.progress.add_task("queued", total=self.total, facts="")
+
+    def show(self, record: RunRecord) -> None:
+        step = record.last_step
+        if step is None:
+            self.progress.update(self.task, description=record.state)
+            self._plain(record.state, -1)
+            return
+        facts = step_facts(step, self._peak(record, step), self.predicted)
+        description = f"step {step.step}" + (f"/{self.total}" if self.total else "")
+        self.progress.update(self.task, completed=step.step, description=description, facts=facts)
+        self._plain(f"{description}  {facts}", step.step)
+
+    def say(self, line: str) -> None:
+        self.progress.console.print(line, highlight=False, soft_wrap=True)
+
+    def _peak(self, record: RunRecord, step: StepReport) -> int | None:
+        if step.rss_growth_bytes is None:
+            return step.peak_reserved_bytes
+        context = record.spec.train.device.context_bytes
+        return None if context is None else step.rss_growth_bytes + context
+
+    def _plain(self, line: str, step: int) -> None:
+        due = time.monotonic() - self.said_at > _PLAIN_EVERY_S
+        if not self.console.is_terminal and step != self.said_step and due:
+            self.said_at, self.said_step = time.monotonic(), step
+            self.say(line)
+
+
+def step_facts(step: StepReport, peak_bytes: int | None, predicted_bytes: int | None) -> str:
+    """One step in one line: loss, tokens/s, peak memory against the prediction."""
+    facts = f"loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
+    if step.mfu is not None:
+        facts += f"  MFU {step.mfu:.0%}"
+    return f"{facts}  peak {size(peak_bytes)} of {size(predicted_bytes)} predicted"
+
+
+def size(count: int | None) -> str:
+    """Bytes for a person; unknown stays unknown."""
+    if count is None:
+        return "unknown"
+    return f"{count / 1024**3:.2f} GiB" if count >= 1024**3 else f"{count / 1024**2:.0f} MiB"
+
+
+def follow(run_dir: Path, console: Console, *, started_here: bool) -> RunRecord:
+    """Show progress until the run has ended.
+
+    Where the run was started here, Ctrl-C asks it to stop with a checkpoint, a second one kills it; elsewhere
+    Ctrl-C only stops looking (KeyboardInterrupt).
+    """
+    record = ledger.read(run_dir)
+    bar = _Bar(record, console)
+    asked = 0
+    with bar.progress:
+        while True:
+            try:
+                record = ledger.read(run_dir)
+                bar.show(record)
+                if record.state in ledger.ENDED:
+                    return record
+                time.sleep(_POLL_S)
+            except KeyboardInterrupt:
+                if not started_here:
+                    raise
+                asked += 1
+                if asked == 1:
+                    bar.say(f"stopping with a checkpoint (Ctrl-C again kills at once): {run_dir}")
+                    ask_to_stop(record)
+                else:
+                    kill(record)
+
+
+def ask_to_stop(record: RunRecord) -> bool:
+    """SIGTERM to the watcher, which passes it on; False when there is none to tell."""
+    if record.node is None or record.state in ledger.ENDED or not ledger.alive(record.node):
+        return False
+    os.kill(record.node.pid, signal.SIGTERM)
+    return True
+
+
+def kill(record: RunRecord) -> None:
+    """SIGKILL to the watcher; the kernel kills its ranks with it."""
+    if record.node is not None and ledger.alive(record.node):
+        os.kill(record.node.pid, signal.SIGKILL)
+
+
+def ending(record: RunRecord) -> str:
+    """How a run ended, for a person: cause, losses, memory predicted and measured, where everything is."""
+    lines = [f"{record.name}: {record.state}"]
+    if record.exit is not None:
+        lines.append(f"  {record.exit.detail}")
+        if record.exit.first_failed_rank is not None:
+            lines.append(f"  last lines of rank {record.exit.first_failed_rank}:")
+            lines += [f"    {line}" for line in record.exit.last_lines]
+    elif record.state == "lost":
+        lines.append("  The run is gone and left no word: its watcher was killed, or the machine went down.")
+    report = record.report
+    if report is not None:
+        if report.first_loss is not None and report.final_loss is not None:
+            lines.append(f"  training loss   {report.first_loss:.4f} -> {report.final_loss:.4f} nats a token")
+        if report.final_eval_nats_per_byte is not None:
+            lines.append(f"  held-out loss   {report.final_eval_nats_per_byte:.4f} nats a byte")
+        predicted, measured = report.predicted_peak_bytes, report.measured_peak_bytes
+        lines.append(f"  peak memory     {size(predicted)} predicted, {size(measured)} measured")
+        if report.tokens_per_s is not None:
+            lines.append(f"  speed           {report.tokens_per_s:,.0f} tokens/s")
+    lines.append(f"  folder          {record.run_dir}")
+    if record.state in ("cancelled", "failed", "lost"):
+        lines.append(f"  continue with   python -m orchestrator resume {record.name}")
+    return "\n".join(lines)
+
+
+def print_log(paths: list[Path], alive: Callable[[], bool], *, forever: bool) -> None:
+    """Print log files, and with `forever` what is added until the run has ended."""
+    offsets = dict.fromkeys(paths, 0)
+    while True:
+        running = alive()
+        for path in paths:
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(offsets[path])
+                    content = file.read()
+                offsets[path] += len(content)
+                sys.stdout.write(content.decode("utf-8", "replace"))
+                sys.stdout.flush()
+        if not forever or not running:
+            return
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def inline_progress(run_dir: Path, console: Console) -> Iterator[Callable[[StepReport], None]]:
+    """For a run in this process: a function to call a step."""
+    bar = _Bar(ledger.read(run_dir), console)
+    with bar.progress:
+        yield lambda report: bar.show(ledger.read(run_dir))

@@ -1,0 +1,207 @@
+"""The record of a run: its folder, read back.
+
+Takes a run folder, gives a RunRecord. Nobody writes a RunRecord; each file in the folder has one writer. It must
+not import torch.
+"""
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from orchestrator.errors import ConfigError
+from orchestrator.spec import RunSpec
+from train.report import STEPS_FILE, StepReport, TrainReport, read_report, read_steps, write_json
+from train.spec import Spec
+
+State = Literal["planned", "submitted", "queued", "running", "completed", "budget", "cancelled", "failed", "lost"]
+ENDED: tuple[State, ...] = ("completed", "budget", "cancelled", "failed", "lost")
+_START_S = 60.0
+_Record = TypeVar("_Record", bound=Spec)
+
+
+class Submission(Spec):
+    """What was started, for one attempt; submission.json."""
+
+    attempt: int
+    """Starts of this run, this one included."""
+    kind: str
+    """local or inline."""
+    submitted_at: float
+    """Seconds since the epoch."""
+    command: tuple[str, ...]
+    """The command line as typed."""
+    job_id: str | None
+    """submitit's job id: on this machine the process id of its controller."""
+    commit: str | None
+    """Git commit of the source; null outside a repository."""
+    dirty: bool
+    """Whether the tree differed from the commit; the difference is in code.patch."""
+    code: str
+    """Folder of the frozen source that the ranks import."""
+    candidates: tuple[str, ...]
+    """Ids of devices, or of CPU slots, of which the run leases some."""
+    leases: int
+    """How many of them it leases."""
+    threads_per_rank: int | None
+    """Threads of a CPU rank; null on GPUs."""
+
+
+class NodeRecord(Spec):
+    """The process that starts and watches the ranks of a machine; node.<attempt>.json."""
+
+    host: str
+    pid: int
+    process_start: float
+    """Start time of the process, so that a reused pid is not taken for it."""
+    leased: tuple[str, ...]
+    """Devices or CPU slots; empty while the run is queued."""
+    rank_pids: tuple[int, ...]
+    """Process ids of the ranks; empty while the run is queued."""
+
+
+class ExitRecord(Spec):
+    """How an attempt ended, as the watcher saw it; exit.<attempt>.json."""
+
+    cause: Literal["completed", "budget", "cancelled", "rank_failed", "out_of_memory", "config_error"]
+    exit_code: int
+    detail: str
+    """One or two sentences: the limit, or the first rank that failed and how."""
+    first_failed_rank: int | None
+    last_lines: tuple[str, ...]
+    """Last lines that this rank printed."""
+    ended_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run as its folder tells it."""
+
+    run_dir: Path
+    spec: RunSpec
+    plan: dict[str, Any]
+    """plan.json: what `check output=json` printed."""
+    submission: Submission | None
+    node: NodeRecord | None
+    exit: ExitRecord | None
+    report: TrainReport | None
+    last_step: StepReport | None
+    state: State
+
+    @property
+    def name(self) -> str:
+        """Name of the run: that of its folder."""
+        return self.run_dir.name
+
+    @property
+    def attempt(self) -> int:
+        """Starts of this run; 0 before the first."""
+        return 0 if self.submission is None else self.submission.attempt
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Predicted peak of one device; None: unknown."""
+        value = (self.plan.get("estimate") or {}).get("peak_device_bytes")
+        return None if value is None else int(value)
+
+
+def read(run_dir: Path) -> RunRecord:
+    """The record of the run in this folder; raises ConfigError when it is no run folder."""
+    spec_file = run_dir / "spec.json"
+    if not spec_file.exists():
+        raise ConfigError([f"{run_dir}: there is no run in this folder (it has no spec.json)."])
+    spec = RunSpec.model_validate_json(spec_file.read_text(encoding="utf-8"))
+    submission = _read(run_dir / "submission.json", Submission)
+    attempt = 0 if submission is None else submission.attempt
+    node = _read(run_dir / f"node.{attempt}.json", NodeRecord)
+    ended = _read(run_dir / f"exit.{attempt}.json", ExitRecord)
+    plan_file = run_dir / "plan.json"
+    steps = read_steps(run_dir / STEPS_FILE)
+    return RunRecord(
+        run_dir=run_dir,
+        spec=spec,
+        plan=json.loads(plan_file.read_text(encoding="utf-8")) if plan_file.exists() else {},
+        submission=submission,
+        node=node,
+        exit=ended,
+        report=read_report(run_dir, attempt),
+        last_step=steps[-1] if steps else None,
+        state=_state(submission, node, ended),
+    )
+
+
+def find(name: str, runs_dir: Path) -> RunRecord:
+    """The run of this name, of a unique beginning of one, or in this folder; raises ConfigError otherwise."""
+    if os.sep in name and (Path(name) / "spec.json").exists():
+        return read(Path(name).resolve())
+    names = [path.name for path in run_dirs(runs_dir)]
+    matches = [n for n in names if n == name] or [n for n in names if n.startswith(name)]
+    if len(matches) == 1:
+        return read(runs_dir.resolve() / matches[0])
+    if matches:
+        raise ConfigError([f"{name}: more than one run begins so: {', '.join(matches)}."])
+    some = f" The newest there: {', '.join(names[-3:])}." if names else " There are no runs there."
+    raise ConfigError([f"{name}: there is no such run in {runs_dir.resolve()}.{some}"])
+
+
+def run_dirs(runs_dir: Path) -> list[Path]:
+    """Folders of runs, oldest first."""
+    if not runs_dir.is_dir():
+        return []
+    found = [path for path in runs_dir.iterdir() if (path / "spec.json").exists()]
+    return sorted(found, key=lambda path: ((path / "spec.json").stat().st_mtime, path.name))
+
+
+def alive(node: NodeRecord) -> bool:
+    """Whether the watcher's process still runs; True for one on another machine, which cannot be seen."""
+    if node.host != socket.gethostname():
+        return True
+    try:
+        process = psutil.Process(node.pid)
+        return abs(process.create_time() - node.process_start) < 2 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def this_process(leased: tuple[str, ...] = (), rank_pids: tuple[int, ...] = ()) -> NodeRecord:
+    """The record of the process that calls."""
+    return NodeRecord(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process_start=psutil.Process().create_time(),
+        leased=leased,
+        rank_pids=rank_pids,
+    )
+
+
+def write(path: Path, record: Spec) -> None:
+    """Write a record aside, then rename it."""
+    write_json(path, record.model_dump_json(indent=2) + "\n")
+
+
+def _read(path: Path, record: type[_Record]) -> _Record | None:
+    try:
+        return record.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def _state(submission: Submission | None, node: NodeRecord | None, ended: ExitRecord | None) -> State:
+    if submission is None:
+        return "planned"
+    if ended is not None:
+        return ended.cause if ended.cause in ("completed", "budget", "cancelled") else "failed"
+    if node is not None:
+        if not alive(node):
+            return "lost"
+        return "running" if node.rank_pids else "queued"
+    return "submitted" if _age_s(submission) < _START_S else "lost"
+
+
+def _age_s(submission: Submission) -> float:
+    return time.time() - submission.submitted_at

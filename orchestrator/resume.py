@@ -1,0 +1,90 @@
+"""A further attempt of a run: same frozen config and code, perhaps other ranks or another budget.
+
+Takes a RunRecord and overrides, gives an exit code. Tokens per optimizer step stay what they were.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from orchestrator import config, ledger, output
+from orchestrator.errors import ConfigError, ExitCode, NotSubmittedError
+from orchestrator.launch import folder, local
+from orchestrator.ledger import RunRecord
+from orchestrator.preflight import judge, verdict_code
+from orchestrator.spec import RunSpec
+from orchestrator.start import prepare_data, restart
+from train.spec import Problem
+
+_MAY_CHANGE = (
+    "parallel",
+    "budget",
+    "launch",
+    "checkpoint",
+    "tracking",
+    "oomguard",
+    "device.usable_bytes",
+    "train.micro_batch",
+    "train.grad_accum",
+    "output",
+)
+
+
+def resume_run(record: RunRecord, overrides: Sequence[str]) -> int:
+    """Judge, then start the next attempt and follow it; raises OrchestratorError."""
+    if record.state not in (*ledger.ENDED, "planned"):
+        raise NotSubmittedError(
+            f"{record.name} is {record.state}. Cancel it first: python -m orchestrator cancel {record.name}"
+        )
+    before = record.spec
+    spec = config.change(before, overrides, _MAY_CHANGE)
+    if spec.launch.runs_dir != before.launch.runs_dir:
+        raise ConfigError(["launch.runs_dir: a run stays in its folder. Move the folder and name its path."])
+    spec = keep_tokens_per_step(before, spec, [word.partition("=")[0] for word in overrides])
+    # The folder may have been moved: runs_dir is where it is.
+    launch = spec.launch.model_copy(update={"runs_dir": str(record.run_dir.parent)})
+    spec = spec.model_copy(update={"launch": launch})
+    if record.state == "completed" and spec.train.budget == before.train.budget:
+        print(f"{record.name}: completed already ({record.exit.detail if record.exit else ''})")
+        print("  to train it further, raise the limit that ended it, e.g. budget.max_steps=...")
+        return ExitCode.DONE
+    judged, plan = judge(spec)
+    code = verdict_code(judged, plan)
+    if code is not ExitCode.DONE:
+        print(output.as_text(judged, plan), file=sys.stderr)
+        return code
+    local.check_machine(judged)
+    folder.check_space(judged)
+    corpus = prepare_data(judged)
+    folder.set_aside(record.run_dir, max(record.attempt, 1))
+    folder.write_plan(record.run_dir, judged, output.as_json(judged, plan))
+    return restart(judged, record.run_dir, corpus, record.attempt + 1, plan.verdict.reason).exit_code
+
+
+def keep_tokens_per_step(before: RunSpec, spec: RunSpec, typed: Sequence[str]) -> RunSpec:
+    """The spec with as many sequences per optimizer step as before: train.grad_accum makes up for other ranks.
+
+    What was typed is kept. Raises ConfigError where no whole number of accumulations does it.
+    """
+    wanted, now = before.train.sequences_per_step, spec.train.sequences_per_step
+    if wanted == now:
+        return spec
+    loop, ranks = spec.train.train, spec.train.parallel.world_size
+    accum, rest = divmod(wanted, loop.micro_batch * ranks)
+    if rest or accum == 0 or "train.grad_accum" in typed:
+        choices = [m for m in range(1, wanted // ranks + 1) if wanted % (m * ranks) == 0]
+        fits = ", ".join(f"train.micro_batch={m} train.grad_accum={wanted // (m * ranks)}" for m in choices[-3:])
+        fix = f"Set {fits}" if fits else f"Use a number of ranks that divides {wanted}"
+        raise ConfigError(
+            [
+                Problem(
+                    key="parallel.devices_per_node",
+                    value=str(spec.train.parallel.devices_per_node),
+                    why=f"an optimizer step of this run has {wanted} sequences, and train.micro_batch="
+                    f"{loop.micro_batch} train.grad_accum={loop.grad_accum} on {ranks} ranks makes {now}",
+                    fix=fix,
+                )
+            ]
+        )
+    train = spec.train.model_copy(update={"train": loop.model_copy(update={"grad_accum": accum})})
+    print(f"train.grad_accum={accum}: keeps {wanted} sequences per optimizer step on {ranks} ranks")
+    return spec.model_copy(update={"train": train})

@@ -1,0 +1,189 @@
+"""Verbs that take run names: runs, show, logs, wait, cancel, resume.
+
+Takes words from the command line, gives an exit code; works from any shell, on run folders alone.
+"""
+
+import json
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator import ledger
+from orchestrator.errors import ConfigError, ExitCode
+from orchestrator.launch import follow, node
+from orchestrator.ledger import RunRecord
+from orchestrator.resume import resume_run
+from orchestrator.start import exit_code, wait_for_watcher
+
+_RUNS_DIR = click.option(
+    "--runs-dir",
+    default="runs",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder of run folders (launch.runs_dir).",
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def run_verbs(verb: str, words: list[str]) -> int:
+    """Exit code of one of these verbs; raises OrchestratorError."""
+    try:
+        result = _VERBS[verb].main(args=words, prog_name=f"python -m orchestrator {verb}", standalone_mode=False)
+    except click.ClickException as error:
+        raise ConfigError([f"{error.format_message()} (python -m orchestrator {verb} --help)"]) from error
+    except click.Abort:
+        raise KeyboardInterrupt from None
+    return int(result or 0)
+
+
+def _print(text: str) -> None:
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _summary(record: RunRecord) -> dict[str, object]:
+    step, report = record.last_step, record.report
+    return {
+        "name": record.name,
+        "state": record.state,
+        "attempt": record.attempt,
+        "step": None if step is None else step.step,
+        "loss": None if step is None else step.loss,
+        "eval_nats_per_byte": None if report is None else report.final_eval_nats_per_byte,
+        "predicted_peak_bytes": record.predicted_peak_bytes,
+        "measured_peak_bytes": None if report is None else report.measured_peak_bytes,
+        "run_dir": str(record.run_dir),
+    }
+
+
+@click.command(help="List the runs of a folder, oldest first.")
+@_RUNS_DIR
+@_JSON
+def runs(runs_dir: Path, as_json: bool) -> int:
+    records = [ledger.read(path.resolve()) for path in ledger.run_dirs(runs_dir)]
+    if as_json:
+        print(json.dumps([_summary(record) for record in records], indent=2))
+        return 0
+    if not records:
+        _print(f"no runs in {runs_dir.resolve()}")
+        return 0
+    table = Table("run", "state", "step", "loss", "predicted peak", "measured peak")
+    for record in records:
+        row = _summary(record)
+        measured = None if record.report is None else record.report.measured_peak_bytes
+        table.add_row(
+            record.name,
+            record.state,
+            "" if row["step"] is None else str(row["step"]),
+            "" if record.last_step is None else f"{record.last_step.loss:.3f}",
+            follow.size(record.predicted_peak_bytes),
+            follow.size(measured),
+        )
+    Console().print(table)
+    return 0
+
+
+@click.command(help="What a run is, how it stands or ended, and where its files are.")
+@click.argument("run")
+@_RUNS_DIR
+@_JSON
+def show(run: str, runs_dir: Path, as_json: bool) -> int:
+    record = ledger.find(run, runs_dir)
+    if as_json:
+        facts = {
+            "spec": record.spec.model_dump(mode="json"),
+            "plan": record.plan,
+            "submission": None if record.submission is None else record.submission.model_dump(mode="json"),
+            "exit": None if record.exit is None else record.exit.model_dump(mode="json"),
+            "report": None if record.report is None else record.report.model_dump(mode="json"),
+        }
+        print(json.dumps(_summary(record) | facts, indent=2))
+        return 0
+    _print(follow.ending(record))
+    submission = record.submission
+    if submission is not None:
+        tree = "a dirty tree on commit " if submission.dirty else "commit "
+        _print(f"  code            {submission.code} ({tree}{submission.commit or 'unknown: not in git'})")
+        _print(f"  started with    {' '.join(submission.command)}")
+        _print(f"  attempt         {submission.attempt}, job {submission.job_id or 'in the launching process'}")
+    if record.state == "running" and record.last_step is not None:
+        _print(f"  step {record.last_step.step}: loss {record.last_step.loss:.4f}")
+    return 0
+
+
+@click.command(help="What the ranks of a run printed.")
+@click.argument("run")
+@click.option("-f", "--follow", "forever", is_flag=True, help="Go on until the run has ended.")
+@click.option("--rank", default="0", show_default=True, help="A rank, or all.")
+@_RUNS_DIR
+def logs(run: str, forever: bool, rank: str, runs_dir: Path) -> int:
+    record = ledger.find(run, runs_dir)
+    world = record.spec.train.parallel.world_size
+    if rank != "all" and not (rank.isdigit() and int(rank) < world):
+        raise ConfigError([f"--rank={rank}: {record.name} has ranks 0 to {world - 1}. Set it to one of them or all."])
+    ranks = range(world) if rank == "all" else [int(rank)]
+    paths = [node.log_file(record.run_dir, record.attempt, r) for r in ranks]
+    if not forever and not any(path.exists() for path in paths):
+        _print(f"{record.name} ({record.state}): its ranks have printed nothing yet")
+    follow.print_log(paths, lambda: ledger.read(record.run_dir).state not in ledger.ENDED, forever=forever)
+    return 0
+
+
+@click.command(help="Follow a run to its end; exits as the run did. Ctrl-C stops looking, not the run.")
+@click.argument("names", nargs=-1, required=True, metavar="RUN...")
+@_RUNS_DIR
+def wait(names: tuple[str, ...], runs_dir: Path) -> int:
+    codes = []
+    for name in names:
+        record = ledger.find(name, runs_dir)
+        ended = follow.follow(record.run_dir, Console(), started_here=False)
+        _print(follow.ending(ended))
+        codes.append(exit_code(ended))
+    return max(codes)
+
+
+@click.command(help="Ask runs to stop with a checkpoint; kill those that do not in launch.cancel_timeout_s.")
+@click.argument("names", nargs=-1, required=True, metavar="RUN...")
+@_RUNS_DIR
+def cancel(names: tuple[str, ...], runs_dir: Path) -> int:
+    return max(_cancel(ledger.find(name, runs_dir)) for name in names)
+
+
+def _cancel(record: RunRecord) -> int:
+    if record.state in ledger.ENDED:
+        _print(f"{record.name}: {record.state} already; nothing to cancel")
+        return ExitCode.DONE
+    record = wait_for_watcher(record.run_dir)
+    follow.ask_to_stop(record)
+    deadline = time.monotonic() + record.spec.launch.cancel_timeout_s + 10
+    while record.state not in ledger.ENDED and time.monotonic() < deadline:
+        time.sleep(0.2)
+        record = ledger.read(record.run_dir)
+    if record.state not in ledger.ENDED:
+        follow.kill(record)
+        record = ledger.read(record.run_dir)
+    _print(follow.ending(record))
+    return ExitCode.DONE
+
+
+@click.command(
+    help="Continue a run from its newest complete checkpoint. OVERRIDES may change parallel, budget, launch, "
+    "checkpoint, tracking, oomguard, device.usable_bytes, train.micro_batch and train.grad_accum."
+)
+@click.argument("run")
+@click.argument("overrides", nargs=-1)
+@_RUNS_DIR
+def resume(run: str, overrides: tuple[str, ...], runs_dir: Path) -> int:
+    return resume_run(ledger.find(run, runs_dir), overrides)
+
+
+_VERBS = {
+    "runs": runs,
+    "show": show,
+    "logs": logs,
+    "wait": wait,
+    "cancel": cancel,
+    "resume": resume,
+}

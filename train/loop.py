@@ -1,0 +1,333 @@
+"""The training loop: steps until the budget, a signal or the plan ends them, with evaluation and checkpoints.
+
+Takes a TrainSpec, a Corpus and the rank's surroundings, gives a TrainReport. Metrics leave through `on_step`,
+on rank 0 only, so it knows no tracker.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train import checkpoint, shapes
+from train.checkpoint import Progress
+from train.corpus import Corpus
+from train.data import Sequences
+from train.measure import MemoryMeter
+from train.model import eval_mode
+from train.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from train.parallel import build_sharded
+from train.report import STEPS_FILE, StepReport, TrainReport, append_step
+from train.spec import TrainSpec
+
+Outcome = Literal["completed", "budget", "stopped"]
+
+
+class TrainError(Exception):
+    """Training cannot go on; the message says why and what to set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Where a rank runs and whom it tells."""
+
+    run_dir: Path
+    """Run folder; steps.jsonl and checkpoints go there."""
+    attempt: int
+    """Starts of this run, this one included."""
+    device: torch.device
+    corpus: Corpus
+    predicted_peak_bytes: int | None
+    """Set beside the measured peak in the report; None: nobody predicted."""
+    stop_requested: Callable[[], bool]
+    """Whether this rank was asked to stop; asked once a step."""
+    on_step: Callable[[StepReport], None]
+    """Called on rank 0 after each step."""
+    say: Callable[[str], None]
+    """One line for a person, on rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ending:
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """What all ranks know alike after a step."""
+
+    loss: float
+    stop: bool
+    wall_time: bool
+    device_hours: bool
+
+
+class _Attempt:
+    """One start of a run: its module, optimizer and data, and how far it is."""
+
+    def __init__(self, spec: TrainSpec, here: Surroundings) -> None:
+        self.spec = spec
+        self.here = here
+        self.meter = MemoryMeter(here.device)
+        self.module = build_sharded(spec, here.device)
+        self.optimizer = build_optimizer(self.module, spec.optim)
+        self.sequences = Sequences(here.corpus, spec.train.seq_len, spec.train.seed)
+        self.progress = _start(here, self.module, self.optimizer)
+        self.started = self.progress
+        self.clock = time.perf_counter()
+        self.reports: list[StepReport] = []
+        self.saved: Path | None = None
+
+    def run(self) -> _Ending:
+        ending = _planned_ending(self.spec, self.progress)
+        while ending is None:
+            begin = time.perf_counter()
+            loss, grad_norm, lr = self._step()
+            agreed = self._agree(loss, time.perf_counter() - begin)
+            self._advance()
+            ending = _ending(self.spec, self.progress, agreed)
+            step_time_s = time.perf_counter() - begin
+            eval_loss = self._evaluate(ending)
+            self._report_step(agreed.loss, grad_norm, lr, step_time_s, eval_loss)
+            if ending is not None or self.progress.step % self.spec.checkpoint.every_steps == 0:
+                self.saved = checkpoint.save(
+                    self.here.run_dir, self.progress, self.module, self.optimizer, self.spec.checkpoint.keep
+                )
+        return ending
+
+    def _step(self) -> tuple[Tensor, float | None, float]:
+        """Forward and backward of all micro-batches, then the optimizer; the mean loss of this rank."""
+        loop, rank, world = self.spec.train, dist.get_rank(), dist.get_world_size()
+        lr = learning_rate(self.spec, self.progress.step + 1)
+        set_learning_rate(self.optimizer, lr)
+        total = torch.zeros((), device=self.here.device)
+        for micro in range(loop.grad_accum):
+            first = self.progress.sequences + (micro * world + rank) * loop.micro_batch
+            inputs, targets = self._to_device(self.sequences.train(first, loop.micro_batch))
+            loss = cross_entropy(self.module(inputs), targets) / loop.grad_accum
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        clip = self.spec.optim.clip_norm
+        grad_norm = None if clip is None else clip_gradients(self.module.parameters(), clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, grad_norm, lr
+
+    def _agree(self, loss: Tensor, step_time_s: float) -> _Agreed:
+        """One all-reduce: the mean loss, whether any rank was asked to stop, and rank 0's clock."""
+        wall_time, device_hours = self._next_step_passes(step_time_s)
+        is_first = float(dist.get_rank() == 0)
+        flags = [float(self.here.stop_requested()), is_first * wall_time, is_first * device_hours]
+        shared = torch.cat([loss.float().reshape(1), torch.tensor(flags, device=self.here.device)])
+        dist.all_reduce(shared)
+        total, stop, wall, hours = shared.tolist()
+        mean = total / dist.get_world_size()
+        if not math.isfinite(mean):
+            raise TrainError(
+                f"the loss of step {self.progress.step + 1} is {mean}. Lower optim.lr, raise optim.warmup_steps "
+                "or set optim.clip_norm, then resume from the checkpoint before it."
+            )
+        return _Agreed(loss=mean, stop=stop > 0, wall_time=wall > 0, device_hours=hours > 0)
+
+    def _next_step_passes(self, step_time_s: float) -> tuple[bool, bool]:
+        wall_time_s, device_hours = self._spent()
+        budget, world = self.spec.budget, dist.get_world_size()
+        hours_a_step = step_time_s * world / 3600
+        return (
+            budget.max_wall_time_s is not None and wall_time_s + step_time_s > budget.max_wall_time_s,
+            budget.max_device_hours is not None and device_hours + hours_a_step > budget.max_device_hours,
+        )
+
+    def _spent(self) -> tuple[float, float]:
+        """Seconds, and hours times devices, over all attempts."""
+        elapsed = time.perf_counter() - self.clock
+        hours = elapsed * dist.get_world_size() / 3600
+        return self.started.wall_time_s + elapsed, self.started.device_hours + hours
+
+    def _advance(self) -> None:
+        wall_time_s, device_hours = self._spent()
+        self.progress = Progress(
+            step=self.progress.step + 1,
+            sequences=self.progress.sequences + self.spec.sequences_per_step,
+            tokens=self.progress.tokens + self.spec.tokens_per_step,
+            wall_time_s=wall_time_s,
+            device_hours=device_hours,
+            data_fingerprint=self.progress.data_fingerprint,
+        )
+
+    def _evaluate(self, ending: _Ending | None) -> float | None:
+        """Held-out loss where one is due; a run that was asked to stop has no time for it."""
+        if ending is not None and ending.outcome == "stopped":
+            return None
+        if ending is None and self.progress.step % self.spec.train.eval.every_steps:
+            return None
+        return evaluate(self.spec, self.module, self.sequences, self.here.device)
+
+    def _report_step(
+        self, loss: float, grad_norm: float | None, lr: float, step_time_s: float, eval_loss: float | None
+    ) -> None:
+        if dist.get_rank() != 0:
+            return
+        spec = self.spec
+        corpus = self.here.corpus
+        report = StepReport(
+            attempt=self.here.attempt,
+            step=self.progress.step,
+            tokens=self.progress.tokens,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            step_time_s=step_time_s,
+            tokens_per_s=spec.tokens_per_step / step_time_s,
+            mfu=_mfu(spec, step_time_s),
+            peak_allocated_bytes=self.meter.peak_allocated_bytes(),
+            peak_reserved_bytes=self.meter.peak_reserved_bytes(),
+            rss_growth_bytes=self.meter.rss_growth_bytes(),
+            eval_loss=eval_loss,
+            eval_nats_per_byte=None if eval_loss is None else _per_byte(eval_loss, corpus),
+            wall_time_s=self.progress.wall_time_s,
+        )
+        self.reports.append(report)
+        append_step(self.here.run_dir / STEPS_FILE, report)
+        self.here.on_step(report)
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0].to(self.here.device), batch[1].to(self.here.device)
+
+    def report(self, ending: _Ending) -> TrainReport:
+        """The attempt as a whole, of rank 0."""
+        evals = [r for r in self.reports if r.eval_loss is not None]
+        wall_time_s, device_hours = self._spent()
+        saved = self.saved or checkpoint.latest(self.here.run_dir)
+        return TrainReport(
+            attempt=self.here.attempt,
+            outcome=ending.outcome,
+            stop_reason=ending.reason,
+            steps=self.progress.step,
+            tokens=self.progress.tokens,
+            first_loss=self.reports[0].loss if self.reports else None,
+            final_loss=self.reports[-1].loss if self.reports else None,
+            final_eval_loss=evals[-1].eval_loss if evals else None,
+            final_eval_nats_per_byte=evals[-1].eval_nats_per_byte if evals else None,
+            predicted_peak_bytes=self.here.predicted_peak_bytes,
+            measured_peak_bytes=self.meter.peak_device_bytes(),
+            peak_allocated_bytes=self.meter.peak_allocated_bytes(),
+            peak_reserved_bytes=self.meter.peak_reserved_bytes(),
+            rss_baseline_bytes=self.meter.rss_baseline_bytes,
+            rss_growth_bytes=self.meter.rss_growth_bytes(),
+            tokens_per_s=statistics.median(r.tokens_per_s for r in self.reports) if self.reports else None,
+            wall_time_s=wall_time_s,
+            device_hours=device_hours,
+            checkpoint=None if saved is None else str(saved.relative_to(self.here.run_dir)),
+            data_fingerprint=self.here.corpus.data_fingerprint,
+            eval_fingerprint=self.here.corpus.eval_fingerprint,
+            torch_version=torch.__version__,
+            world_size=dist.get_world_size(),
+        )
+
+
+def train(spec: TrainSpec, here: Surroundings) -> TrainReport:
+    """Train from the newest complete checkpoint, or from the start, to the first limit.
+
+    Needs an initialised process group. Raises CheckpointError when a checkpoint cannot be written or read,
+    TrainError when the loss is not a number.
+    """
+    attempt = _Attempt(spec, here)
+    try:
+        return attempt.report(attempt.run())
+    finally:
+        attempt.sequences.close()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss in fp32, nats per token, of logits (B, T, V) and targets (B, T)."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def evaluate(spec: TrainSpec, module: nn.Module, sequences: Sequences, device: torch.device) -> float:
+    """Mean loss of the first `train.eval.sequences` held-out sequences, nats per token; collective.
+
+    All ranks make the same number of forward passes; a rank without a sequence left repeats the last one
+    with weight zero.
+    """
+    count = min(spec.train.eval.sequences, sequences.num_eval)
+    width, rank, world = spec.train.micro_batch, dist.get_rank(), dist.get_world_size()
+    total = torch.zeros((), device=device)
+    with eval_mode(module):
+        for begin in range(0, count, width * world):
+            first = begin + rank * width
+            mine = max(0, min(width, count - first))
+            inputs, targets = sequences.held_out(min(first, count - 1), max(mine, 1))
+            loss = cross_entropy(module(inputs.to(device)), targets.to(device))
+            total += loss * mine
+    dist.all_reduce(total)
+    return float(total) / count
+
+
+def _start(here: Surroundings, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    found = checkpoint.latest(here.run_dir, here.say)
+    if found is None:
+        return Progress(
+            step=0,
+            sequences=0,
+            tokens=0,
+            wall_time_s=0.0,
+            device_hours=0.0,
+            data_fingerprint=here.corpus.data_fingerprint,
+        )
+    progress = checkpoint.read_progress(found)
+    if progress.data_fingerprint != here.corpus.data_fingerprint:
+        raise checkpoint.CheckpointError(
+            f"{found} was made with other data (fingerprint {progress.data_fingerprint[:12]}, this run has "
+            f"{here.corpus.data_fingerprint[:12]}). Restore the files of data.path, or start a new run."
+        )
+    here.say(f"continuing from {found.name}, {progress.tokens} tokens seen")
+    return checkpoint.load(found, module, optimizer)
+
+
+def _planned_ending(spec: TrainSpec, progress: Progress) -> _Ending | None:
+    budget = spec.budget
+    if budget.max_steps is not None and progress.step >= budget.max_steps:
+        return _Ending(outcome="completed", reason=f"budget.max_steps={budget.max_steps}")
+    if budget.max_tokens is not None and progress.tokens + spec.tokens_per_step > budget.max_tokens:
+        return _Ending(outcome="completed", reason=f"budget.max_tokens={budget.max_tokens}")
+    if budget.max_wall_time_s is not None and progress.wall_time_s >= budget.max_wall_time_s:
+        return _Ending(outcome="budget", reason=f"budget.max_wall_time_s={budget.max_wall_time_s}")
+    if budget.max_device_hours is not None and progress.device_hours >= budget.max_device_hours:
+        return _Ending(outcome="budget", reason=f"budget.max_device_hours={budget.max_device_hours}")
+    return None
+
+
+def _ending(spec: TrainSpec, progress: Progress, agreed: _Agreed) -> _Ending | None:
+    planned = _planned_ending(spec, progress)
+    if planned is not None and planned.outcome == "completed":
+        return planned
+    if agreed.stop:
+        return _Ending(outcome="stopped", reason="asked to stop")
+    if agreed.wall_time:
+        return _Ending(outcome="budget", reason=f"budget.max_wall_time_s={spec.budget.max_wall_time_s}")
+    if agreed.device_hours:
+        return _Ending(outcome="budget", reason=f"budget.max_device_hours={spec.budget.max_device_hours}")
+    return None
+
+
+def _mfu(spec: TrainSpec, step_time_s: float) -> float | None:
+    device = spec.device
+    peak = device.peak_flops_fp32 if spec.train.precision == "fp32" else device.peak_flops_bf16
+    if peak is None:
+        return None
+    flops = shapes.step_flops(spec.model, spec.train.micro_batch, spec.train.seq_len) * spec.train.grad_accum
+    return flops / step_time_s / peak
+
+
+def _per_byte(eval_loss: float, corpus: Corpus) -> float:
+    return eval_loss * corpus.eval_tokens / corpus.eval_text_bytes
