@@ -74,13 +74,15 @@ def root_parameters(model: ModelSpec) -> tuple[Shape, ...]:
 
 
 def parameters(model: ModelSpec) -> tuple[Shape, ...]:
-    """All parameters under the names that the whole module gives them."""
+    """All parameters under the names that the whole module gives them, in its order."""
+    root = root_parameters(model)
+    before = tuple(s for s in root if s.name in ("embedding.weight", "positions.weight"))
     blocks = tuple(
         Shape(name=f"blocks.{i}.{s.name}", dims=s.dims)
         for i in range(model.num_layers)
         for s in block_parameters(model)
     )
-    return root_parameters(model) + blocks
+    return before + blocks + root[len(before) :]
 
 
 def block_num_parameters(model: ModelSpec) -> int:

@@ -1,0 +1,1 @@
+"""Formulas of memory: from a TrainSpec to the bytes of one rank. They say bytes, never a verdict."""

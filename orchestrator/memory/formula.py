@@ -1,0 +1,132 @@
+"""The closed-form estimate: from a TrainSpec to the predicted peak of one device, without torch.
+
+`estimate` is the only way in. A setting without a formula makes the estimate unknown and is named; it never makes
+a number with a warning.
+"""
+
+from orchestrator.memory.estimate import PHASES, MemoryEstimate, Phase, cannot_tell
+from orchestrator.memory.step import Moment, moments
+from train import shapes
+from train.spec import Problem, TrainSpec
+
+GIB = 1024**3
+# Where nobody measured a card, the highest published figures: V100's context and NCCL's buffers.
+_HIGHEST_CONTEXT_BYTES = int(1.3 * GIB)
+_HIGHEST_NCCL_BYTES = 2 * GIB
+_SM90_WORKSPACE_BYTES = 33554432
+_FLASH_MAX_HEAD_DIM = 256
+
+
+def estimate(spec: TrainSpec) -> MemoryEstimate:
+    """Predicted peak of rank 0's device; `spec.device` must be resolved (not kind auto).
+
+    Bytes; all None, with the reasons, for a setting that has no formula. Held against live tensors on CPU by
+    tests/test_memory.py.
+    """
+    unknown = _without_formula(spec)
+    if unknown:
+        return cannot_tell(unknown)
+    every = moments(spec)
+    peak = max(every, key=lambda moment: moment.total_bytes)
+    overheads, notes = _overheads(spec)
+    terms = {name: value for name, value in peak.terms().items() if value} | overheads
+    return MemoryEstimate(
+        method="formula",
+        peak_phase=peak.phase,
+        peak_instant=peak.name,
+        peak_allocated_bytes=peak.total_bytes,
+        peak_reserved_bytes=peak.total_bytes if spec.device.kind == "cpu" else None,
+        peak_device_bytes=sum(terms.values()),
+        phases={phase: _highest(every, phase) for phase in PHASES},
+        first_step_peak_allocated_bytes=_first_step(every),
+        terms=dict(terms),
+        recompute_flops_fraction=recompute_flops_fraction(spec),
+        unknown=(),
+        notes=notes,
+    )
+
+
+def recompute_flops_fraction(spec: TrainSpec) -> float:
+    """FLOPs that recomputation adds, as a share of a step's without it.
+
+    A recomputed block runs its forward again, but for its last matrix, where recomputation stops early
+    (torch.utils.checkpoint, early stop).
+    """
+    model, loop = spec.model, spec.train
+    again = shapes.block_forward_flops(model, loop.micro_batch, loop.seq_len)
+    skipped = 2 * loop.micro_batch * loop.seq_len * model.d_mlp * model.d_model
+    blocks = len(spec.ckpt.layers_recomputed(model.num_layers))
+    return blocks * (again - skipped) / shapes.step_flops(model, loop.micro_batch, loop.seq_len)
+
+
+def _highest(every: tuple[Moment, ...], phase: Phase) -> int:
+    return max(moment.total_bytes for moment in every if moment.phase == phase)
+
+
+def _first_step(every: tuple[Moment, ...]) -> int:
+    """AdamW makes its states in the first optimizer step: before it they are not there."""
+    return max(
+        moment.total_bytes - (0 if moment.phase == "optimizer_step" else moment.optimizer_states)
+        for moment in every
+        if moment.phase != "resume"
+    )
+
+
+def _overheads(spec: TrainSpec) -> tuple[dict[str, int], tuple[str, ...]]:
+    """What the device holds besides tensors, and what had to be assumed about it."""
+    device, notes = spec.device, []
+    context, nccl, workspace = device.context_bytes, device.nccl_bytes, device.workspace_bytes
+    if context is None:
+        context = _HIGHEST_CONTEXT_BYTES
+        notes.append(f"device.context_bytes: nobody measured it on {device.name}; the highest published, 1.3 GiB, counts")
+    if workspace is None:
+        workspace = _SM90_WORKSPACE_BYTES
+        notes.append(f"device.workspace_bytes: nobody measured it on {device.name}; the largest default, 32 MiB, counts")
+    if spec.parallel.world_size == 1:
+        nccl = 0
+    elif nccl is None:
+        nccl = _HIGHEST_NCCL_BYTES
+        notes.append(f"device.nccl_bytes: nobody measured it on {device.name}; the highest published, 2 GiB, counts")
+    if device.kind == "cuda":
+        notes.append("reserved bytes: this method does not follow the allocator; the margin is for what it holds idle")
+    return {"context": context, "nccl": nccl, "workspace": workspace}, tuple(notes)
+
+
+def _without_formula(spec: TrainSpec) -> tuple[Problem, ...]:
+    found: list[Problem] = []
+
+    def no(key: str, value: object, why: str, fix: str) -> None:
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+        found.append(Problem(key=key, value=shown, why=why, fix=fix))
+
+    no_formula = "there is no formula for it"
+    if spec.train.precision == "bf16":
+        no("train.precision", "bf16", no_formula, "Set it to bf16_mixed or fp32")
+    if spec.train.loss != "full":
+        no("train.loss", spec.train.loss, no_formula, "Set it to full")
+    if spec.train.compile:
+        no("train.compile", True, "what the compiler keeps for backward is not known beforehand", "Set it to false")
+    if spec.parallel.shard == "hsdp" or (spec.parallel.shard == "none" and spec.parallel.world_size > 1):
+        no("parallel.shard", spec.parallel.shard, no_formula, "Set it to fsdp")
+    if spec.parallel.reshard_after_forward != "default":
+        no("parallel.reshard_after_forward", spec.parallel.reshard_after_forward, no_formula, "Set it to default")
+    if spec.parallel.cpu_offload:
+        no("parallel.cpu_offload", True, no_formula, "Set it to false")
+    found += _unknown_kernel(spec)
+    return tuple(found)
+
+
+def _unknown_kernel(spec: TrainSpec) -> list[Problem]:
+    """On CUDA torch picks the attention kernel; the formula is for those that keep no scores."""
+    model = spec.model
+    if spec.device.kind != "cuda" or model.attention != "sdpa":
+        return []
+    if model.head_dim > _FLASH_MAX_HEAD_DIM:
+        why = f"no fused attention kernel takes heads wider than {_FLASH_MAX_HEAD_DIM}, and torch's fallback differs"
+        fix = "Set model.attention=math"
+        return [Problem(key="model.head_dim", value=str(model.head_dim), why=why, fix=fix)]
+    if model.num_kv_heads != model.num_heads and spec.train.precision == "fp32":
+        why = "in fp32 no fused attention kernel takes grouped key-value heads, and torch's fallback differs"
+        fix = "Set train.precision=bf16_mixed, or model.attention=math"
+        return [Problem(key="model.num_kv_heads", value=str(model.num_kv_heads), why=why, fix=fix)]
+    return []
