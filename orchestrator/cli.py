@@ -7,7 +7,6 @@ Only this file knows the order of the chain. It must not import torch.
 import json
 import os
 import sys
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from orchestrator import config, output
@@ -58,34 +57,24 @@ def split_verb(words: list[str]) -> tuple[str, list[str]]:
     return "run", words
 
 
-@dataclass
-class _Jobs:
-    """What the jobs of one command came to."""
-
-    printed: list[dict[str, object]] = field(default_factory=list)
-    codes: list[int] = field(default_factory=list)
-    outputs: set[str] = field(default_factory=set)
-
-
 def _config_verb(verb: str, argv: list[str]) -> int:
-    jobs = _Jobs()
-    sweep = any(word in ("-m", "--multirun") for word in argv)
-
-    def job(spec: RunSpec) -> None:
-        jobs.outputs.add(spec.output)
+    """Compose all jobs, then check or run them one after the other; the highest of their exit codes."""
+    specs = config.compose_jobs(argv)
+    printed: list[dict[str, object]] = []
+    codes = [0]
+    for spec in specs:
         try:
             code, answer = (_check if verb == "check" else _run)(spec)
-            jobs.printed.append(answer)
         except OrchestratorError as error:
             print(error, file=sys.stderr)
             code = int(error.exit_code)
-            jobs.printed.append({"choices": spec.choices, "error": str(error), "exit_code": code})
-        jobs.codes.append(code)
-
-    config.run_hydra(argv, job)
-    if "json" in jobs.outputs:
-        print(json.dumps(jobs.printed if sweep else jobs.printed[0], indent=2))
-    return max(jobs.codes, default=0)
+            answer = {"choices": spec.choices, "error": str(error), "exit_code": code}
+        printed.append(answer)
+        codes.append(code)
+    if any(spec.output == "json" for spec in specs):
+        sweep = any(word in ("-m", "--multirun") for word in argv)
+        print(json.dumps(printed if sweep else printed[0], indent=2))
+    return max(codes)
 
 
 def _check(spec: RunSpec) -> tuple[int, dict[str, object]]:

@@ -7,8 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from orchestrator.errors import ConfigError
+from orchestrator.explain import first_line, leaves, not_a_choice, problem_of, unknown_key
 from orchestrator.project import CONF_DIR
 from orchestrator.spec import LaunchSpec, OomguardSpec, RunSpec, TrackingSpec
 from train.checks import problems
@@ -38,15 +38,21 @@ VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental
 DIR_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
 
-def run_hydra(argv: list[str], job: Callable[[RunSpec], None]) -> None:
-    """Hand argv to Hydra: its own flags print, anything else calls `job` once, or once a job under -m.
+def compose_jobs(argv: list[str]) -> list[RunSpec]:
+    """The specs of argv, composed by Hydra: one, several under -m, none where a flag of Hydra's own printed.
 
-    Raises ConfigError for what a user can mend.
+    Nothing is started in between: a sweep with one bad job is refused as a whole. Raises ConfigError with all that a
+    user can mend.
     """
+    specs: list[RunSpec] = []
+    invalid: list[Problem | str] = []
 
     def task(cfg: DictConfig) -> None:
         choices = {k: str(v) for k, v in HydraConfig.get().runtime.choices.items() if v is not None}
-        job(to_spec(cfg, choices, tuple(HydraConfig.get().overrides.task)))
+        try:
+            specs.append(to_spec(cfg, choices, tuple(HydraConfig.get().overrides.task)))
+        except ConfigError as error:  # Hydra would print a line of its own
+            invalid.extend(problem for problem in error.problems if problem not in invalid)
 
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["orchestrator", *argv]
@@ -59,19 +65,22 @@ def run_hydra(argv: list[str], job: Callable[[RunSpec], None]) -> None:
         sys.argv = before[0]
         if before[1] is None:
             os.environ.pop("HYDRA_FULL_ERROR", None)
+    if invalid:
+        raise ConfigError(invalid)
+    return specs
 
 
 def to_spec(cfg: DictConfig, choices: Mapping[str, str], overrides: tuple[str, ...]) -> RunSpec:
     """The frozen spec of a composed config; its name lacks the date until a folder is claimed."""
-    missing = sorted(OmegaConf.missing_keys(cfg))
+    try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        content = None if missing else OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"{error.full_key}: {first_line(error)}" if error.full_key else first_line(error)]) from error
     if missing:
         raise ConfigError(
             [Problem(key=key, value="???", why="it has no value", fix=f"Set {key}=...") for key in missing]
         )
-    try:
-        content = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError([_first_line(error)]) from error
     assert isinstance(content, dict)
     return validate(
         {str(k): v for k, v in content.items()},
@@ -88,11 +97,11 @@ def validate(content: dict[str, Any], choices: Mapping[str, str], overrides: tup
         try:
             sections[name] = spec_type.model_validate_json(json.dumps(content.get(name)))
         except ValidationError as error:
-            found += [_problem(spec_type, name, details) for details in error.errors()]
+            found += [problem_of(spec_type, name, details) for details in error.errors()]
     known = [*_SECTIONS, "output"]
-    found += [_unknown_key(key, content[key], known) for key in content if key not in known]
+    found += [unknown_key(key, content[key], known) for key in content if key not in known]
     if content.get("output") not in _OUTPUTS:
-        found.append(_choice("output", content.get("output"), _OUTPUTS))
+        found.append(not_a_choice("output", content.get("output"), _OUTPUTS))
     found += problems(sections)
     if found:
         raise ConfigError(found)
@@ -125,7 +134,7 @@ def change(spec: RunSpec, overrides: Iterable[str], allowed: tuple[str, ...]) ->
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or OmegaConf.select(config, key, default=_ABSENT) is _ABSENT:
-            found.append(_unknown_key(key, value, _leaves(content)))
+            found.append(unknown_key(key, value, leaves(content)))
         elif not any(key == name or key.startswith(f"{name}.") for name in allowed):
             fix = f"A resume may change {', '.join(allowed)}; start a new run for this"
             found.append(Problem(key=key, value=value, why="it belongs to the training itself", fix=fix))
@@ -148,68 +157,17 @@ def _yaml(value: str) -> dict[str, Any]:
     return {str(k): v for k, v in parsed.items()}
 
 
-def _leaves(content: Mapping[str, Any], prefix: str = "") -> list[str]:
-    names = []
-    for key, value in content.items():
-        names.append(f"{prefix}{key}")
-        if isinstance(value, dict):
-            names += _leaves(value, f"{prefix}{key}.")
-    return names
-
-
-def _problem(spec_type: type[Spec], section: str, details: ErrorDetails) -> Problem:
-    """One pydantic error in the words of the config."""
-    path = [section, *(str(part) for part in details["loc"])]
-    key = ".".join(part for part in path if not re.fullmatch(r"tuple.*|str|int|function.*", part))
-    value = details["input"]
-    if details["type"] == "extra_forbidden":
-        return _unknown_key(key, value, [f"{section}.{name}" for name in spec_type.model_fields])
-    if details["type"] == "missing":
-        return Problem(key=key, value="???", why="it has no value", fix=f"Set {key}=...")
-    if details["type"] == "literal_error":
-        return _choice(key, value, re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", ""))))
-    why = details["msg"][0].lower() + details["msg"][1:]
-    return Problem(key=key, value=_shown(value), why=why.replace("input should be", "it must be"), fix="")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool | None):
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
-
-
-def _choice(key: str, value: object, choices: Iterable[str]) -> Problem:
-    choices = sorted(choices)
-    close = get_close_matches(_shown(value), choices, n=1)
-    hint = f"Did you mean {close[0]}? " if close else ""
-    return Problem(
-        key=key,
-        value=_shown(value),
-        why="it is not one of the choices",
-        fix=f"{hint}Choices: {', '.join(choices)}",
-    )
-
-
-def _unknown_key(key: str, value: object, known: Iterable[str]) -> Problem:
-    known = list(known)
-    close = get_close_matches(key, known, n=1) or _by_last_part(key, known)
-    siblings = sorted(k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0])
-    fix = f"Did you mean {close[0]}?" if close else f"Keys there: {', '.join(siblings or known)}"
-    return Problem(key=key, value=_shown(value), why="there is no such key", fix=fix)
-
-
-def _by_last_part(key: str, known: list[str]) -> list[str]:
-    last = {name.rpartition(".")[2]: name for name in known}
-    return [last[match] for match in get_close_matches(key.rpartition(".")[2], last, n=1)]
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def _diagnose(argv: list[str], error: Exception) -> list[Problem | str]:
-    """All problems of these overrides: find one, leave its override out, compose again."""
+    """All problems of these overrides, each once."""
     overrides, directories = _split_argv(argv)
+    found: list[Problem | str] = []
+    for job in _jobs(overrides):
+        found += [problem for problem in _problems_of(job, directories) if problem not in found]
+    return found or [first_line(error)]
+
+
+def _problems_of(overrides: list[str], directories: list[str]) -> list[Problem | str]:
+    """Find a problem, leave its override out, compose again, until what is left composes."""
     found: list[Problem | str] = []
     while True:
         try:
@@ -223,11 +181,26 @@ def _diagnose(argv: list[str], error: Exception) -> list[Problem | str]:
             if culprit is not None:
                 overrides.remove(culprit)
                 continue
-        return found or [_first_line(error)]
+        return found
+
+
+def _jobs(overrides: list[str]) -> list[list[str]]:
+    """The first job of a sweep, and one for each further value of each swept key."""
+    values: list[list[str]] = []
+    for override in overrides:
+        try:
+            parsed = OverridesParser.create().parse_override(override)
+            swept = parsed.is_sweep_override()
+            values.append([f"{parsed.get_key_element()}={v}" for v in parsed.sweep_string_iterator()] if swept else [])
+        except (HydraException, OverrideParseException):
+            values.append([])
+    first = [found[0] if found else override for found, override in zip(values, overrides, strict=True)]
+    others = [[*first[:i], v, *first[i + 1 :]] for i, found in enumerate(values) for v in found[1:]]
+    return [first, *others]
 
 
 def _split_argv(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Overrides, with sweeps cut to their first value, and directories named by -cd."""
+    """Overrides, and the directories named by -cd."""
     overrides, directories = [], []
     words = iter(argv)
     for word in words:
@@ -260,11 +233,15 @@ def _explain(failure: Exception, overrides: list[str], directories: list[str]) -
     text = str(failure)
     if isinstance(failure, MissingConfigException) and failure.missing_cfg_file:
         group, _, option = str(failure.missing_cfg_file).rpartition("/")
-        return _choice(group, option, failure.options or ()), _blame(overrides, group, option)
+        return not_a_choice(group, option, failure.options or ()), _blame(overrides, group, option)
     if isinstance(failure, OverrideParseException):
-        reason = f"it cannot be read as key=value ({_first_line(failure)})"
+        reason = f"it cannot be read as key=value ({first_line(failure)})"
         problem = Problem(key=failure.override, value="", why=reason, fix="Quote it for the shell and for Hydra")
         return f"{failure.override}: {problem.why}. {problem.fix}", _blame(overrides, failure.override, None)
+    several = re.match(r"Ambiguous value for argument '(.*)'", text)
+    if several:
+        key = several.group(1).partition("=")[0]
+        return f"{several.group(1)}: it has several values. Add -m for a sweep over them, or write {key}=[...]", None
     named = re.search(r"Could not override '([^']+)'", text) or re.search(r"merging override ([^\s=]+)", text)
     if named:
         key = named.group(1).partition("@")[0]
@@ -273,11 +250,11 @@ def _explain(failure: Exception, overrides: list[str], directories: list[str]) -
         default, _ = _compose([], directories)
         content = OmegaConf.to_container(default)
         assert isinstance(content, dict)
-        known = _leaves({str(k): v for k, v in content.items()})
+        known = leaves({str(k): v for k, v in content.items()})
         if key not in known:
-            return _unknown_key(key, value, known), culprit
-        return Problem(key=key, value=value, why=_first_line(failure.__cause__ or failure), fix=""), culprit
-    return _first_line(failure), None
+            return unknown_key(key, value, known), culprit
+        return Problem(key=key, value=value, why=first_line(failure.__cause__ or failure), fix=""), culprit
+    return first_line(failure), None
 
 
 def _blame(overrides: list[str], key: str, option: str | None) -> str | None:

@@ -113,10 +113,8 @@ def _read(path: Path) -> DeviceSpec:
 def _gpu_here(auto: DeviceSpec) -> DeviceSpec:
     """The first visible GPU: its file's numbers where it is known, its free memory as NVML reads it."""
     name = visible_gpus()[0]
-    if name.isdigit():
-        handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
-    else:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+    by = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+    handle = by(int(name) if name.isdigit() else name)
     product = str(pynvml.nvmlDeviceGetName(handle))
     free = int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
     file = next((file for pattern, file in _KNOWN_CARDS if re.search(pattern, product)), None)

@@ -58,9 +58,7 @@ def judge(spec: TrainSpec, estimate: MemoryEstimate, usable_bytes: int | None) -
             reason = f"tight: {of}; up to {gib(margin)} more may be held idle, so it can run out of memory"
         else:
             verdict, reason = "fits", f"fits: {of}"
-    return Verdict(
-        verdict=verdict, reason=reason, usable_bytes=usable, margin_bytes=margin, estimate=estimate
-    )
+    return Verdict(verdict=verdict, reason=reason, usable_bytes=usable, margin_bytes=margin, estimate=estimate)
 
 
 def gib(count: int) -> str:

@@ -9,6 +9,7 @@ from orchestrator.oomguard import gib
 from orchestrator.planner import Alternative, Plan
 from orchestrator.spec import RunSpec
 
+MIB = 1024**2
 _PHASES = {"optimizer_step": "optimizer step"}
 
 
@@ -42,7 +43,7 @@ def as_text(spec: RunSpec, plan: Plan) -> str:
     if verdict.verdict == "unknown":
         lines.append("refused, because a guess would be worse; oomguard.allow_unknown=true runs it all the same")
     if estimate.peak_device_bytes is not None:
-        terms = sorted(((v, n) for n, v in estimate.terms.items() if v), reverse=True)
+        terms = sorted(((v, n) for n, v in estimate.terms.items() if v and v >= MIB), reverse=True)
         lines.append("peak      " + ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for value, name in terms))
         phases = ((name, value) for name, value in estimate.phases.items() if value is not None)
         lines.append("phases    " + ", ".join(f"{_PHASES.get(n, n)} {gib(v)}" for n, v in phases))

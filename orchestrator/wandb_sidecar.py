@@ -32,6 +32,7 @@ METRICS = {
     "mem/peak_allocated_bytes": "peak_allocated_bytes",
     "mem/peak_reserved_bytes": "peak_reserved_bytes",
     "mem/rss_growth_bytes": "rss_growth_bytes",
+    "mem/peak_device_bytes": "peak_device_bytes",
 }
 """Name in wandb, and the field of StepReport that it shows."""
 _MODES: dict[str, Mode] = {
@@ -130,8 +131,11 @@ def wandb_id(run_dir: Path, wanted: str | None) -> str:
 
 
 def metrics(line: bytes, attempt: int) -> dict[str, float] | None:
-    """What is logged of a line of steps.jsonl; None for another attempt's."""
-    step = json.loads(line)
+    """What is logged of a line of steps.jsonl; None for another attempt's, and for half of one."""
+    try:
+        step = json.loads(line)
+    except ValueError:
+        return None  # the half line of a killed writer, ended by the next attempt
     if step["attempt"] != attempt:
         return None
     values = {name: step.get(field) for name, field in METRICS.items()}

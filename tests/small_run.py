@@ -4,6 +4,7 @@
 from a server that has imported torch already, each of which runs what `python -m train` runs.
 """
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -11,7 +12,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def small_spec(folder: Path, *overrides: str) -> TrainSpec:
     return train_spec(*SMALL, f"data.path={text_file(folder)}", *overrides)
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_rank() -> Iterator[None]:
     """This process as a gloo group of one, with one thread."""
     threads = torch.get_num_threads()
@@ -161,6 +161,7 @@ def _rank(
         code = function(*args) or 0
     except BaseException:  # noqa: BLE001 - shown in the log
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -108,9 +108,7 @@ def rows_of_rank(rows: int, ranks: int, rank: int) -> int:
 
 
 def sharded_bytes(spec: TrainSpec, ranks: int, rank: int) -> int:
-    return sum(
-        4 * s.numel // s.dims[0] * rows_of_rank(s.dims[0], ranks, rank) for s in shapes.parameters(spec.model)
-    )
+    return sum(4 * s.numel // s.dims[0] * rows_of_rank(s.dims[0], ranks, rank) for s in shapes.parameters(spec.model))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,53 +112,41 @@ def planned(run_dir: Path, *overrides: str) -> RunSpec:
 
 def train_step(run_dir: Path, step: int, attempt: int = 1) -> None:
     """What the trainer leaves of a step."""
-    report = StepReport(
-        attempt=attempt,
-        step=step,
-        tokens=step * 512,
-        loss=6.0 / step,
-        lr=1e-3,
-        grad_norm=1.5,
-        step_time_s=0.1,
-        tokens_per_s=5120.0,
-        mfu=None,
-        peak_allocated_bytes=None,
-        peak_reserved_bytes=None,
-        rss_growth_bytes=900,
-        eval_loss=None if step % 2 else 5.5,
-        eval_nats_per_byte=None if step % 2 else 5.5,
-        wall_time_s=step * 0.1,
-    )
+    known = {
+        "attempt": attempt,
+        "step": step,
+        "tokens": step * 512,
+        "loss": 6.0 / step,
+        "lr": 1e-3,
+        "grad_norm": 1.5,
+        "step_time_s": 0.1,
+        "tokens_per_s": 5120.0,
+        "rss_growth_bytes": 900,
+        "eval_loss": None if step % 2 else 5.5,
+        "wall_time_s": step * 0.1,
+    }
+    report = StepReport.model_validate(dict.fromkeys(StepReport.model_fields) | known)
     append_step(run_dir / STEPS_FILE, report)
 
 
 def train_end(run_dir: Path, attempt: int = 1) -> None:
     """What the trainer leaves at the end."""
-    report = TrainReport(
-        attempt=attempt,
-        outcome="completed",
-        stop_reason="budget.max_steps=3",
-        steps=3,
-        tokens=1536,
-        first_loss=6.0,
-        final_loss=2.0,
-        final_eval_loss=None,
-        final_eval_nats_per_byte=None,
-        predicted_peak_bytes=PREDICTED,
-        measured_peak_bytes=MEASURED,
-        peak_allocated_bytes=None,
-        peak_reserved_bytes=None,
-        rss_baseline_bytes=100,
-        rss_growth_bytes=900,
-        tokens_per_s=5120.0,
-        wall_time_s=0.3,
-        device_hours=0.0001,
-        checkpoint=None,
-        data_fingerprint="d",
-        eval_fingerprint="e",
-        torch_version="2",
-        world_size=1,
-    )
+    known = {
+        "attempt": attempt,
+        "outcome": "completed",
+        "stop_reason": "budget.max_steps=3",
+        "steps": 3,
+        "tokens": 1536,
+        "predicted_peak_bytes": PREDICTED,
+        "measured_peak_bytes": MEASURED,
+        "wall_time_s": 0.3,
+        "device_hours": 0.0001,
+        "data_fingerprint": "d",
+        "eval_fingerprint": "e",
+        "torch_version": "2",
+        "world_size": 1,
+    }
+    report = TrainReport.model_validate(dict.fromkeys(TrainReport.model_fields) | known)
     write_json(run_dir / f"report.{attempt}.json", report.model_dump_json())
 
 
@@ -235,6 +223,11 @@ def stub_wandb(folder: Path, source: str) -> Path:
     folder.mkdir()
     (folder / "wandb.py").write_text(source)
     return folder
+
+
+def printed(run_dir: Path) -> str:
+    """What the sidecars of a run printed."""
+    return "".join(path.read_text() for path in sorted(run_dir.glob("logs/tracking.*.log")))
 
 
 def alive(run_dir: Path) -> list[str]:
@@ -458,13 +451,13 @@ def test_a_sidecar_that_does_not_end_is_killed_with_all_it_started(
     spec = planned(run_dir)
     tracker = tracking.start(run_dir, 1, spec, with_server(env, silent_server))
     assert tracker is not None
-    wait_until(lambda: any("wandb-core" in words for words in alive(run_dir)))
+    wait_until(run_dir, lambda: any("wandb-core" in words for words in alive(run_dir)))
 
     warning = tracker.finish(0.1)
 
     check_only_warns(run_dir, warning)
     assert "0.1 s" in str(warning)
-    wait_until(lambda: not alive(run_dir))
+    wait_until(run_dir, lambda: not alive(run_dir))
 
 
 def test_a_sidecar_that_cannot_be_started_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,23 +478,23 @@ def test_the_sidecar_of_a_killed_rank_ends_by_itself_with_all_steps(tmp_path: Pa
         "tracking.start(run_dir, 1, spec); time.sleep(600)"
     )
     rank = subprocess.Popen([sys.executable, "-c", source, str(run_dir)], env=env, cwd=Path(__file__).parent.parent)
-    wait_until(lambda: (run_dir / "wandb_id").exists())
+    wait_until(run_dir, lambda: (run_dir / "wandb_id").exists())
     train_step(run_dir, 2)
     rank.send_signal(signal.SIGKILL)
     rank.wait()
 
-    wait_until(lambda: tracking.record_file(run_dir, 1).exists())
+    wait_until(run_dir, lambda: tracking.record_file(run_dir, 1).exists())
 
     assert record(run_dir).warning is None
     assert steps_of(inspect(run_dir)) == [1, 2]
-    wait_until(lambda: not alive(run_dir))
+    wait_until(run_dir, lambda: not alive(run_dir))
 
 
-def wait_until(true: Any) -> None:
+def wait_until(run_dir: Path, true: Callable[[], bool]) -> None:
     """Poll; fails after the promised time."""
     deadline = time.monotonic() + PROMISE_S
     while not true():
-        assert time.monotonic() < deadline, "it did not come true in time"
+        assert time.monotonic() < deadline, f"not in time; the sidecar printed: {printed(run_dir)}"
         time.sleep(0.05)
 
 
@@ -526,6 +519,21 @@ def test_a_half_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
         return not writes
 
     assert list(wandb_sidecar.follow_lines(path, over)) == [b'{"a": 1}', b'{"b": 2}']
+
+
+def test_a_half_line_of_a_killed_writer_is_passed_over(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    train_step(run_dir, 1)
+    line = (run_dir / STEPS_FILE).read_bytes()
+    assert wandb_sidecar.metrics(line[:20], attempt=1) is None
+    assert wandb_sidecar.metrics(line, attempt=2) is None
+    assert (wandb_sidecar.metrics(line, attempt=1) or {})["global_step"] == 1
+
+
+def test_a_rank_that_tracks_imports_no_wandb() -> None:
+    source = "import sys; from orchestrator import tracking; sys.exit(bool({'wandb', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", source], cwd=Path(__file__).parent.parent).returncode == 0
 
 
 def test_a_tag_longer_than_wandb_takes_is_left_out() -> None:

@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from train.report import write_json
 from train.spec import Spec
@@ -38,6 +41,8 @@ class Progress(Spec):
     """Seconds of training over all attempts."""
     device_hours: float
     """Hours times devices over all attempts."""
+    step_time_s: float
+    """Seconds of the last step; a resume ends at once where another one would pass a limit of time."""
     data_fingerprint: str
     """Of the training tokens; a resume on other data is refused."""
 
@@ -47,19 +52,22 @@ class CheckpointError(Exception):
 
 
 def save(run_dir: Path, progress: Progress, module: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> Path:
-    """Write a checkpoint, collectively; older ones beyond `keep` go once it is complete.
+    """Write a checkpoint, collectively; older ones beyond `keep` and incomplete ones go once it is complete.
 
     Raises CheckpointError on every rank when any rank failed; the older checkpoints are then untouched.
     """
     folder = run_dir / FOLDER
     target = folder / f"step-{progress.step:08d}"
     aside = folder / f".{target.name}.tmp"
-    failure = _collectively(lambda: _write(aside, progress, module, optimizer))
+    on_first = dist.get_rank() == 0
+    failure = _collectively(lambda: _prepare(aside, progress) if on_first else None)
     if failure is None:
-        failure = _collectively(lambda: _publish(folder, aside, target, keep) if dist.get_rank() == 0 else None)
+        failure = _collectively(lambda: _write(aside, module, optimizer))
+    if failure is None:
+        failure = _collectively(lambda: _publish(folder, aside, target, keep) if on_first else None)
     if failure is not None:
-        if dist.get_rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+        # All wait for it: on a full disk the others need the room to say how they failed.
+        _collectively(lambda: shutil.rmtree(aside, ignore_errors=True) if on_first else None)
         raise CheckpointError(
             f"the checkpoint of step {progress.step} could not be written to {folder}: {failure}. "
             "Free space there or set launch.runs_dir, then resume; complete checkpoints are untouched."
@@ -67,13 +75,30 @@ def save(run_dir: Path, progress: Progress, module: nn.Module, optimizer: torch.
     return target
 
 
-def _write(aside: Path, progress: Progress, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        write_json(aside / _PROGRESS, progress.model_dump_json(indent=2))
-    dist.barrier()
-    save_state(_state(module, optimizer), storage_writer=FileSystemWriter(aside, single_file_per_rank=True))
+def _prepare(aside: Path, progress: Progress) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    write_json(aside / _PROGRESS, progress.model_dump_json(indent=2))
+
+
+def _write(aside: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    save_state(_state(module, optimizer), storage_writer=_Writer(aside, single_file_per_rank=True))
+
+
+class _Writer(FileSystemWriter):
+    """Names the disk's own error, which torch.save covers up by one of its own ("unexpected pos") on a full disk.
+
+    It must be found on the rank that met it: an exception loses what it came from on its way to another rank.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
 
 
 def _publish(folder: Path, aside: Path, target: Path, keep: int) -> None:
@@ -81,8 +106,10 @@ def _publish(folder: Path, aside: Path, target: Path, keep: int) -> None:
         shutil.rmtree(target)
     aside.rename(target)
     write_json(folder / "latest", target.name + "\n")
-    for old in sorted(_complete(folder))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    kept = sorted(_complete(folder))[-keep:]
+    for old in [*folder.glob("step-*"), *folder.glob(".step-*.tmp")]:
+        if old not in kept:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _collectively(action: Callable[[], None]) -> str | None:

@@ -120,8 +120,8 @@ def _build(data: DataSpec, files: list[Path], folder: Path) -> Corpus:
         with (aside / TOKENS_FILE).open("wb") as out:
             for _, path in texts:
                 written = 0
-                for chunk in _chunks(path.read_bytes().decode()):
-                    tokens = array(_ARRAY_CODE[dtype], encode(chunk))
+                for chunk in _chunks(path.read_bytes().decode(), _CHUNK_CHARS):
+                    tokens = array(_ARRAY_CODE[dtype], _encoded(data, encode, chunk, path))
                     tokens.tofile(out)
                     written += len(tokens)
                 counts.append(written)
@@ -139,7 +139,15 @@ def _build(data: DataSpec, files: list[Path], folder: Path) -> Corpus:
 
 def _documents(data: DataSpec, files: list[Path]) -> Iterator[tuple[str, Path]]:
     for path in files:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _problem(
+                "data.path",
+                data.path,
+                f"{path} cannot be read ({error.strerror})",
+                "Make it readable, or name only the text files",
+            ) from error
         try:
             content.decode()
         except UnicodeDecodeError as error:
@@ -155,11 +163,11 @@ def _documents(data: DataSpec, files: list[Path]) -> Iterator[tuple[str, Path]]:
             yield hashlib.sha256(content).hexdigest(), path
 
 
-def _chunks(text: str) -> Iterator[str]:
-    """Pieces of about a million characters, cut behind line ends where there are any."""
+def _chunks(text: str, size: int) -> Iterator[str]:
+    """Pieces of at most `size` characters, cut behind line ends where there are any."""
     begin = 0
     while begin < len(text):
-        end = min(len(text), begin + _CHUNK_CHARS)
+        end = min(len(text), begin + size)
         if end < len(text):
             line_end = text.rfind("\n", begin, end)
             end = line_end + 1 if line_end > begin else end
@@ -171,8 +179,25 @@ def _encoder(data: DataSpec) -> tuple[Encode, Literal["uint8", "uint16", "uint32
     if data.tokenizer == "bytes":
         return str.encode, "uint8"
     tokenizer = _load_tokenizer(data.tokenizer)
-    dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
+    dtype: Literal["uint16", "uint32"] = "uint16" if _vocabulary(tokenizer) <= 1 << 16 else "uint32"
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, dtype
+
+
+def _encoded(data: DataSpec, encode: Encode, chunk: str, path: Path) -> list[int] | bytes:
+    try:
+        return encode(chunk)
+    except Exception as error:  # the tokenizers package raises nothing narrower
+        raise _problem(
+            "data.tokenizer",
+            data.tokenizer,
+            f"it cannot encode {path} ({error})",
+            "Set it to a tokenizer with a token for the unknown, or to bytes",
+        ) from error
+
+
+def _vocabulary(tokenizer: Any) -> int:
+    """Rows of an embedding for all its tokens; their numbers may have gaps."""
+    return int(max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def _load_tokenizer(name: str) -> Any:
@@ -242,7 +267,7 @@ def _tail_bytes(eval_tokens: int, counts: list[int], paths: list[Path], encode: 
         if count <= remaining:
             remaining, text_bytes = remaining - count, text_bytes + path.stat().st_size
             continue
-        for chunk in reversed(list(_chunks(path.read_bytes().decode()))):
+        for chunk in reversed(list(_chunks(path.read_bytes().decode(), _CHUNK_CHARS))):
             chunk_tokens = len(encode(chunk))
             taken = min(chunk_tokens, remaining)
             text_bytes += round(len(chunk.encode()) * taken / max(chunk_tokens, 1))
@@ -254,7 +279,7 @@ def _tail_bytes(eval_tokens: int, counts: list[int], paths: list[Path], encode: 
 def _check_vocabulary(data: DataSpec, model: ModelSpec) -> None:
     if data.tokenizer == "bytes":
         return
-    size = _load_tokenizer(data.tokenizer).get_vocab_size()
+    size = _vocabulary(_load_tokenizer(data.tokenizer))
     if size > model.vocab_size:
         raise _problem(
             "model.vocab_size",

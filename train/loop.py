@@ -10,25 +10,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train import checkpoint, shapes
 from train.checkpoint import Progress
 from train.corpus import Corpus
 from train.data import Sequences
+from train.ending import Agreed, Ending, Passes, ending_after, next_step_passes, planned_ending
+from train.evaluation import cross_entropy, evaluate, nats_per_byte
 from train.measure import MemoryMeter
-from train.model import eval_mode
 from train.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from train.parallel import build_sharded
 from train.report import STEPS_FILE, StepReport, TrainReport, append_step
 from train.spec import TrainSpec
-
-Outcome = Literal["completed", "budget", "stopped"]
 
 
 class TrainError(Exception):
@@ -55,22 +52,6 @@ class Surroundings:
     """One line for a person, on rank 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ending:
-    outcome: Outcome
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Agreed:
-    """What all ranks know alike after a step."""
-
-    loss: float
-    stop: bool
-    wall_time: bool
-    device_hours: bool
-
-
 class _Attempt:
     """One start of a run: its module, optimizer and data, and how far it is."""
 
@@ -87,14 +68,15 @@ class _Attempt:
         self.reports: list[StepReport] = []
         self.saved: Path | None = None
 
-    def run(self) -> _Ending:
-        ending = _planned_ending(self.spec, self.progress)
+    def run(self) -> Ending:
+        ending = planned_ending(self.spec, self.progress)
         while ending is None:
             begin = time.perf_counter()
             loss, grad_norm, lr = self._step()
-            agreed = self._agree(loss, time.perf_counter() - begin)
-            self._advance()
-            ending = _ending(self.spec, self.progress, agreed)
+            compute_time_s = time.perf_counter() - begin
+            agreed = self._agree(loss, grad_norm, compute_time_s)
+            self._advance(compute_time_s)
+            ending = ending_after(self.spec, self.progress, agreed)
             step_time_s = time.perf_counter() - begin
             eval_loss = self._evaluate(ending)
             self._report_step(agreed.loss, grad_norm, lr, step_time_s, eval_loss)
@@ -122,30 +104,18 @@ class _Attempt:
         self.optimizer.zero_grad(set_to_none=True)
         return total, grad_norm, lr
 
-    def _agree(self, loss: Tensor, step_time_s: float) -> _Agreed:
+    def _agree(self, loss: Tensor, grad_norm: float | None, step_time_s: float) -> Agreed:
         """One all-reduce: the mean loss, whether any rank was asked to stop, and rank 0's clock."""
-        wall_time, device_hours = self._next_step_passes(step_time_s)
+        passes = next_step_passes(self.spec, *self._spent(), step_time_s)
         is_first = float(dist.get_rank() == 0)
-        flags = [float(self.here.stop_requested()), is_first * wall_time, is_first * device_hours]
+        flags = [float(self.here.stop_requested()), is_first * passes.wall_time, is_first * passes.device_hours]
         shared = torch.cat([loss.float().reshape(1), torch.tensor(flags, device=self.here.device)])
         dist.all_reduce(shared)
         total, stop, wall, hours = shared.tolist()
         mean = total / dist.get_world_size()
-        if not math.isfinite(mean):
-            raise TrainError(
-                f"the loss of step {self.progress.step + 1} is {mean}. Lower optim.lr, raise optim.warmup_steps "
-                "or set optim.clip_norm, then resume from the checkpoint before it."
-            )
-        return _Agreed(loss=mean, stop=stop > 0, wall_time=wall > 0, device_hours=hours > 0)
-
-    def _next_step_passes(self, step_time_s: float) -> tuple[bool, bool]:
-        wall_time_s, device_hours = self._spent()
-        budget, world = self.spec.budget, dist.get_world_size()
-        hours_a_step = step_time_s * world / 3600
-        return (
-            budget.max_wall_time_s is not None and wall_time_s + step_time_s > budget.max_wall_time_s,
-            budget.max_device_hours is not None and device_hours + hours_a_step > budget.max_device_hours,
-        )
+        _require_finite(f"the loss of step {self.progress.step + 1}", mean)
+        _require_finite(f"the norm of the gradients of step {self.progress.step + 1}", grad_norm)
+        return Agreed(loss=mean, stop=stop > 0, passes=Passes(wall_time=wall > 0, device_hours=hours > 0))
 
     def _spent(self) -> tuple[float, float]:
         """Seconds, and hours times devices, over all attempts."""
@@ -153,7 +123,7 @@ class _Attempt:
         hours = elapsed * dist.get_world_size() / 3600
         return self.started.wall_time_s + elapsed, self.started.device_hours + hours
 
-    def _advance(self) -> None:
+    def _advance(self, step_time_s: float) -> None:
         wall_time_s, device_hours = self._spent()
         self.progress = Progress(
             step=self.progress.step + 1,
@@ -161,16 +131,19 @@ class _Attempt:
             tokens=self.progress.tokens + self.spec.tokens_per_step,
             wall_time_s=wall_time_s,
             device_hours=device_hours,
+            step_time_s=step_time_s,
             data_fingerprint=self.progress.data_fingerprint,
         )
 
-    def _evaluate(self, ending: _Ending | None) -> float | None:
+    def _evaluate(self, ending: Ending | None) -> float | None:
         """Held-out loss where one is due; a run that was asked to stop has no time for it."""
         if ending is not None and ending.outcome == "stopped":
             return None
         if ending is None and self.progress.step % self.spec.train.eval.every_steps:
             return None
-        return evaluate(self.spec, self.module, self.sequences, self.here.device)
+        loss = evaluate(self.spec, self.module, self.sequences, self.here.device)
+        _require_finite(f"the held-out loss after step {self.progress.step}", loss)
+        return loss
 
     def _report_step(
         self, loss: float, grad_norm: float | None, lr: float, step_time_s: float, eval_loss: float | None
@@ -192,8 +165,9 @@ class _Attempt:
             peak_allocated_bytes=self.meter.peak_allocated_bytes(),
             peak_reserved_bytes=self.meter.peak_reserved_bytes(),
             rss_growth_bytes=self.meter.rss_growth_bytes(),
+            peak_device_bytes=self.meter.peak_device_bytes(),
             eval_loss=eval_loss,
-            eval_nats_per_byte=None if eval_loss is None else _per_byte(eval_loss, corpus),
+            eval_nats_per_byte=None if eval_loss is None else nats_per_byte(eval_loss, corpus),
             wall_time_s=self.progress.wall_time_s,
         )
         self.reports.append(report)
@@ -203,7 +177,7 @@ class _Attempt:
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return batch[0].to(self.here.device), batch[1].to(self.here.device)
 
-    def report(self, ending: _Ending) -> TrainReport:
+    def report(self, ending: Ending) -> TrainReport:
         """The attempt as a whole, of rank 0."""
         evals = [r for r in self.reports if r.eval_loss is not None]
         wall_time_s, device_hours = self._spent()
@@ -239,7 +213,7 @@ def train(spec: TrainSpec, here: Surroundings) -> TrainReport:
     """Train from the newest complete checkpoint, or from the start, to the first limit.
 
     Needs an initialised process group. Raises CheckpointError when a checkpoint cannot be written or read,
-    TrainError when the loss is not a number.
+    TrainError when a loss or the norm of the gradients is not finite.
     """
     attempt = _Attempt(spec, here)
     try:
@@ -248,29 +222,13 @@ def train(spec: TrainSpec, here: Surroundings) -> TrainReport:
         attempt.sequences.close()
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in fp32, nats per token, of logits (B, T, V) and targets (B, T)."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def evaluate(spec: TrainSpec, module: nn.Module, sequences: Sequences, device: torch.device) -> float:
-    """Mean loss of the first `train.eval.sequences` held-out sequences, nats per token; collective.
-
-    All ranks make the same number of forward passes; a rank without a sequence left repeats the last one
-    with weight zero.
-    """
-    count = min(spec.train.eval.sequences, sequences.num_eval)
-    width, rank, world = spec.train.micro_batch, dist.get_rank(), dist.get_world_size()
-    total = torch.zeros((), device=device)
-    with eval_mode(module):
-        for begin in range(0, count, width * world):
-            first = begin + rank * width
-            mine = max(0, min(width, count - first))
-            inputs, targets = sequences.held_out(min(first, count - 1), max(mine, 1))
-            loss = cross_entropy(module(inputs.to(device)), targets.to(device))
-            total += loss * mine
-    dist.all_reduce(total)
-    return float(total) / count
+def _require_finite(what: str, value: float | None) -> None:
+    """Raises TrainError before such a state reaches a checkpoint."""
+    if value is not None and not math.isfinite(value):
+        raise TrainError(
+            f"{what} is {value}. Lower optim.lr, raise optim.warmup_steps or set optim.clip_norm, "
+            "then resume from the checkpoint before it."
+        )
 
 
 def _start(here: Surroundings, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -282,6 +240,7 @@ def _start(here: Surroundings, module: nn.Module, optimizer: torch.optim.Optimiz
             tokens=0,
             wall_time_s=0.0,
             device_hours=0.0,
+            step_time_s=0.0,
             data_fingerprint=here.corpus.data_fingerprint,
         )
     progress = checkpoint.read_progress(found)
@@ -294,32 +253,6 @@ def _start(here: Surroundings, module: nn.Module, optimizer: torch.optim.Optimiz
     return checkpoint.load(found, module, optimizer)
 
 
-def _planned_ending(spec: TrainSpec, progress: Progress) -> _Ending | None:
-    budget = spec.budget
-    if budget.max_steps is not None and progress.step >= budget.max_steps:
-        return _Ending(outcome="completed", reason=f"budget.max_steps={budget.max_steps}")
-    if budget.max_tokens is not None and progress.tokens + spec.tokens_per_step > budget.max_tokens:
-        return _Ending(outcome="completed", reason=f"budget.max_tokens={budget.max_tokens}")
-    if budget.max_wall_time_s is not None and progress.wall_time_s >= budget.max_wall_time_s:
-        return _Ending(outcome="budget", reason=f"budget.max_wall_time_s={budget.max_wall_time_s}")
-    if budget.max_device_hours is not None and progress.device_hours >= budget.max_device_hours:
-        return _Ending(outcome="budget", reason=f"budget.max_device_hours={budget.max_device_hours}")
-    return None
-
-
-def _ending(spec: TrainSpec, progress: Progress, agreed: _Agreed) -> _Ending | None:
-    planned = _planned_ending(spec, progress)
-    if planned is not None and planned.outcome == "completed":
-        return planned
-    if agreed.stop:
-        return _Ending(outcome="stopped", reason="asked to stop")
-    if agreed.wall_time:
-        return _Ending(outcome="budget", reason=f"budget.max_wall_time_s={spec.budget.max_wall_time_s}")
-    if agreed.device_hours:
-        return _Ending(outcome="budget", reason=f"budget.max_device_hours={spec.budget.max_device_hours}")
-    return None
-
-
 def _mfu(spec: TrainSpec, step_time_s: float) -> float | None:
     device = spec.device
     peak = device.peak_flops_fp32 if spec.train.precision == "fp32" else device.peak_flops_bf16
@@ -327,7 +260,3 @@ def _mfu(spec: TrainSpec, step_time_s: float) -> float | None:
         return None
     flops = shapes.step_flops(spec.model, spec.train.micro_batch, spec.train.seq_len) * spec.train.grad_accum
     return flops / step_time_s / peak
-
-
-def _per_byte(eval_loss: float, corpus: Corpus) -> float:
-    return eval_loss * corpus.eval_tokens / corpus.eval_text_bytes

@@ -4,7 +4,9 @@ Takes a TrainSpec, a run folder and the variables RANK, WORLD_SIZE, LOCAL_RANK, 
 (one rank where they are not set), gives an exit code. Used by `python -m train` and by the launcher.
 """
 
+import contextlib
 import datetime
+import errno
 import json
 import os
 import signal
@@ -148,19 +150,33 @@ def _corpus(spec: TrainSpec, run_dir: Path) -> Corpus:
 
 
 def _record_failure(run_dir: Path, attempt: int, rank: int, error: BaseException) -> None:
-    known = isinstance(error, TrainError | CheckpointError | DataError)
-    text = str(error) if known else "".join(traceback.format_exception(error))
-    print(text, file=sys.stderr, flush=True)
+    explanation = _explanation(run_dir, error)
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     record = {
         "rank": rank,
         "time": time.time(),
-        "kind": kind if not known else type(error).__name__,
-        "message": str(error) or kind,
-        "explained": known,
+        "kind": type(error).__name__ if explanation else kind,
+        "message": explanation or str(error) or kind,
+        "explained": explanation is not None,
         "out_of_memory": isinstance(error, torch.OutOfMemoryError | MemoryError),
     }
+    _complain(explanation or "".join(traceback.format_exception(error)))
     try:
         write_json(failure_file(run_dir, attempt, rank), json.dumps(record))
     except OSError as full:
-        print(f"the record of this failure could not be written: {full}", file=sys.stderr, flush=True)
+        _complain(f"the record of this failure could not be written: {full}")
+
+
+def _explanation(run_dir: Path, error: BaseException) -> str | None:
+    """What a user can do about it; None where nobody knows."""
+    if isinstance(error, TrainError | CheckpointError | DataError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or run_dir}: {error.strerror}. Free space there or set launch.runs_dir, then resume."
+    return None
+
+
+def _complain(text: str) -> None:
+    """To stderr; where that is a file on a full disk, the exit code must still be told."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

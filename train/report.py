@@ -3,6 +3,7 @@
 Takes values from the loop, gives JSON in the run folder. It must not import torch.
 """
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -36,6 +37,8 @@ class StepReport(Spec):
     """Peak of what the CUDA allocator took from the device; null on cpu."""
     rss_growth_bytes: int | None
     """Growth of the peak resident set (VmHWM) since before the model was built; null on cuda."""
+    peak_device_bytes: int | None
+    """Peak that the process takes of its device: what the prediction is of."""
     eval_loss: float | None
     """Held-out loss after this step, nats per token; null where there was no evaluation."""
     eval_nats_per_byte: float | None
@@ -87,19 +90,31 @@ class TrainReport(Spec):
 def write_json(path: Path, text: str) -> None:
     """Write aside, flush to disk, rename: readers see the whole file or none."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except OSError:
+        aside.unlink(missing_ok=True)  # on a full disk its bytes are missed
+        raise
 
 
 def append_step(path: Path, step: StepReport) -> None:
-    """One flushed line, written by one call, so that a kill leaves no half line but the last."""
+    """One flushed line, written by one call, so that a kill leaves no half line but the last.
+
+    A half line that a kill or a full disk left is ended first, or this one would be lost with it.
+    """
     line = (step.model_dump_json() + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(descriptor, line)
+        if written < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 

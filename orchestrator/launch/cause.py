@@ -37,8 +37,7 @@ def cause_of(run_dir: Path, attempt: int, ends: Sequence[RankEnd]) -> ExitRecord
     failed = [end for end in ends if end.returncode != 0]
     if report is not None and not failed:
         detail = f"Ended after step {report.steps}: {report.stop_reason}."
-        cause = "cancelled" if report.outcome == "stopped" else report.outcome
-        return _record(cause, ExitCode.DONE, detail)
+        return _record("cancelled" if report.outcome == "stopped" else report.outcome, ExitCode.DONE, detail)
     records = {end.rank: _failure(run_dir, attempt, end.rank) for end in failed}
     first = min(failed or ends, key=lambda end: _when(end, records.get(end.rank)))
     record = records.get(first.rank)

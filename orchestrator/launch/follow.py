@@ -46,19 +46,13 @@ class _Bar:
             self.progress.update(self.task, description=record.state)
             self._plain(record.state, -1)
             return
-        facts = step_facts(step, self._peak(record, step), self.predicted)
+        facts = step_facts(step, step.peak_device_bytes, self.predicted)
         description = f"step {step.step}" + (f"/{self.total}" if self.total else "")
         self.progress.update(self.task, completed=step.step, description=description, facts=facts)
         self._plain(f"{description}  {facts}", step.step)
 
     def say(self, line: str) -> None:
         self.progress.console.print(line, highlight=False, soft_wrap=True)
-
-    def _peak(self, record: RunRecord, step: StepReport) -> int | None:
-        if step.rss_growth_bytes is None:
-            return step.peak_reserved_bytes
-        context = record.spec.train.device.context_bytes
-        return None if context is None else step.rss_growth_bytes + context
 
     def _plain(self, line: str, step: int) -> None:
         due = time.monotonic() - self.said_at > _PLAIN_EVERY_S

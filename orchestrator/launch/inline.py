@@ -24,7 +24,7 @@ def run(run_dir: Path, spec: RunSpec, submission: Submission, on_step: Callable[
     with lease(submission.candidates, submission.leases, folder=folder, submitted_at=submission.submitted_at) as leased:
         write(run_dir / f"node.{submission.attempt}.json", this_process(leased, (os.getpid(),)))
         environment = rank_environment(submission, leased)
-        for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
             if name in environment:
                 os.environ[name] = environment[name]
         from orchestrator.launch.worker import work  # late: imports torch, after CUDA_VISIBLE_DEVICES is set

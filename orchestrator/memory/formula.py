@@ -78,15 +78,15 @@ def _overheads(spec: TrainSpec) -> tuple[dict[str, int], tuple[str, ...]]:
     context, nccl, workspace = device.context_bytes, device.nccl_bytes, device.workspace_bytes
     if context is None:
         context = _HIGHEST_CONTEXT_BYTES
-        notes.append(f"device.context_bytes: nobody measured it on {device.name}; the highest published, 1.3 GiB, counts")
+        notes.append(f"device.context_bytes: not measured on {device.name}; the highest published, 1.3 GiB, counts")
     if workspace is None:
         workspace = _SM90_WORKSPACE_BYTES
-        notes.append(f"device.workspace_bytes: nobody measured it on {device.name}; the largest default, 32 MiB, counts")
+        notes.append(f"device.workspace_bytes: not measured on {device.name}; the largest default, 32 MiB, counts")
     if spec.parallel.world_size == 1:
         nccl = 0
     elif nccl is None:
         nccl = _HIGHEST_NCCL_BYTES
-        notes.append(f"device.nccl_bytes: nobody measured it on {device.name}; the highest published, 2 GiB, counts")
+        notes.append(f"device.nccl_bytes: not measured on {device.name}; the highest published, 2 GiB, counts")
     if device.kind == "cuda":
         notes.append("reserved bytes: this method does not follow the allocator; the margin is for what it holds idle")
     return {"context": context, "nccl": nccl, "workspace": workspace}, tuple(notes)

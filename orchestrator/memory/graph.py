@@ -80,9 +80,7 @@ def _sizes(ops: Sequence[Op], input_bytes: int) -> dict[str, int]:
     return {"input": input_bytes} | {op.output: op.output_bytes for op in ops}
 
 
-def _forward(
-    ops: Sequence[Op], input_bytes: int, *, keep: bool, needed: tuple[str, ...] = ()
-) -> tuple[int, int]:
+def _forward(ops: Sequence[Op], input_bytes: int, *, keep: bool, needed: tuple[str, ...] = ()) -> tuple[int, int]:
     """Bytes left after the line, its output not counted unless kept, and the peak."""
     sizes = _sizes(ops, input_bytes)
     last_use = {name: i for i, op in enumerate(ops) for name in op.inputs + op.holds}

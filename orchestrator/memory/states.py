@@ -82,5 +82,5 @@ def _rows(shape: shapes.Shape, ranks: int) -> int:
 
 
 def _step_scratch(impl: str, parameter_bytes: int, largest_shard_bytes: int) -> int:
-    """foreach makes a list of denominators as large as all parameters; forloop has three of one parameter's size; fused none."""
+    """foreach makes denominators as large as all parameters, forloop three of one parameter's size, fused none."""
     return {"fused": 0, "foreach": parameter_bytes, "forloop": 3 * largest_shard_bytes}[impl]
