@@ -76,7 +76,9 @@ def to_spec(cfg: DictConfig, choices: Mapping[str, str], overrides: tuple[str, .
         missing = sorted(OmegaConf.missing_keys(cfg))
         content = None if missing else OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError([f"{error.full_key}: {first_line(error)}" if error.full_key else first_line(error)]) from error
+        raise ConfigError(
+            [f"{error.full_key}: {first_line(error)}" if error.full_key else first_line(error)]
+        ) from error
     if missing:
         raise ConfigError(
             [Problem(key=key, value="???", why="it has no value", fix=f"Set {key}=...") for key in missing]

@@ -16,6 +16,7 @@ import psutil
 
 from orchestrator.errors import ConfigError
 from orchestrator.spec import RunSpec
+from orchestrator.tracking import TrackingRecord, record_file
 from train.report import STEPS_FILE, StepReport, TrainReport, read_report, read_steps, write_json
 from train.spec import Spec
 
@@ -90,7 +91,10 @@ class RunRecord:
     node: NodeRecord | None
     exit: ExitRecord | None
     report: TrainReport | None
+    tracking: TrackingRecord | None
+    """Where wandb's files of the newest attempt are."""
     last_step: StepReport | None
+    """Of any attempt."""
     state: State
 
     @property
@@ -108,6 +112,15 @@ class RunRecord:
         """Predicted peak of one device; None: unknown."""
         value = (self.plan.get("estimate") or {}).get("peak_device_bytes")
         return None if value is None else int(value)
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Peak of rank 0 in the newest attempt, so far or at its end; None: not measured."""
+        if self.report is not None:
+            return self.report.measured_peak_bytes
+        if self.last_step is None or self.last_step.attempt != self.attempt:
+            return None
+        return self.last_step.peak_device_bytes
 
 
 def read(run_dir: Path) -> RunRecord:
@@ -130,6 +143,7 @@ def read(run_dir: Path) -> RunRecord:
         node=node,
         exit=ended,
         report=read_report(run_dir, attempt),
+        tracking=_read(record_file(run_dir, attempt), TrackingRecord),
         last_step=steps[-1] if steps else None,
         state=_state(submission, node, ended),
     )
@@ -155,6 +169,13 @@ def run_dirs(runs_dir: Path) -> list[Path]:
         return []
     found = [path for path in runs_dir.iterdir() if (path / "spec.json").exists()]
     return sorted(found, key=lambda path: ((path / "spec.json").stat().st_mtime, path.name))
+
+
+def command(verb: str, record: RunRecord) -> str:
+    """The command line of a verb for this run, from this working folder."""
+    runs_dir = record.run_dir.parent
+    where = "" if runs_dir == Path("runs").resolve() else f" --runs-dir {runs_dir}"
+    return f"python -m orchestrator {verb} {record.name}{where}"
 
 
 def alive(node: NodeRecord) -> bool:

@@ -47,7 +47,7 @@ def resume_run(record: RunRecord, overrides: Sequence[str]) -> int:
         print(f"{record.name}: completed already ({record.exit.detail if record.exit else ''})")
         print("  to train it further, raise the limit that ended it, e.g. budget.max_steps=...")
         return ExitCode.DONE
-    judged, plan = judge(spec)
+    judged, plan = judge(_as_chosen(spec, overrides))
     code = verdict_code(judged, plan)
     if code is not ExitCode.DONE:
         print(output.as_text(judged, plan), file=sys.stderr)
@@ -58,6 +58,17 @@ def resume_run(record: RunRecord, overrides: Sequence[str]) -> int:
     folder.set_aside(record.run_dir, max(record.attempt, 1))
     folder.write_plan(record.run_dir, judged, output.as_json(judged, plan))
     return restart(judged, record.run_dir, corpus, record.attempt + 1, plan.verdict.reason).exit_code
+
+
+def _as_chosen(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
+    """The spec with the device as it was chosen: what was read from the machine is read again."""
+    device = spec.train.device
+    typed = any(word.startswith("device.usable_bytes=") for word in (*spec.overrides, *overrides))
+    if typed or spec.choices.get("device") not in ("auto", "cpu"):
+        return spec
+    kind = "auto" if spec.choices["device"] == "auto" else "cpu"
+    again = device.model_copy(update={"kind": kind, "usable_bytes": None})
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"device": again})})
 
 
 def keep_tokens_per_step(before: RunSpec, spec: RunSpec, typed: Sequence[str]) -> RunSpec:
@@ -86,5 +97,5 @@ def keep_tokens_per_step(before: RunSpec, spec: RunSpec, typed: Sequence[str]) -
             ]
         )
     train = spec.train.model_copy(update={"train": loop.model_copy(update={"grad_accum": accum})})
-    print(f"train.grad_accum={accum}: keeps {wanted} sequences per optimizer step on {ranks} ranks")
+    print(f"train.grad_accum={accum}: keeps {wanted} sequences per optimizer step with {ranks} rank(s)")
     return spec.model_copy(update={"train": train})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from orchestrator import ledger
 from orchestrator.errors import ConfigError, ExitCode
@@ -18,6 +18,8 @@ from orchestrator.ledger import RunRecord
 from orchestrator.resume import resume_run
 from orchestrator.start import exit_code, wait_for_watcher
 
+_TABLE_WIDTH = 140
+"""Columns at least: a run's name that is cut is of no use."""
 _RUNS_DIR = click.option(
     "--runs-dir",
     default="runs",
@@ -53,7 +55,7 @@ def _summary(record: RunRecord) -> dict[str, object]:
         "loss": None if step is None else step.loss,
         "eval_nats_per_byte": None if report is None else report.final_eval_nats_per_byte,
         "predicted_peak_bytes": record.predicted_peak_bytes,
-        "measured_peak_bytes": None if report is None else report.measured_peak_bytes,
+        "measured_peak_bytes": record.measured_peak_bytes,
         "run_dir": str(record.run_dir),
     }
 
@@ -69,19 +71,18 @@ def runs(runs_dir: Path, as_json: bool) -> int:
     if not records:
         _print(f"no runs in {runs_dir.resolve()}")
         return 0
-    table = Table("run", "state", "step", "loss", "predicted peak", "measured peak")
+    table = Table(Column("run", no_wrap=True), "state", "step", "loss", "predicted peak", "measured peak", box=None)
     for record in records:
         row = _summary(record)
-        measured = None if record.report is None else record.report.measured_peak_bytes
         table.add_row(
             record.name,
             record.state,
             "" if row["step"] is None else str(row["step"]),
             "" if record.last_step is None else f"{record.last_step.loss:.3f}",
             follow.size(record.predicted_peak_bytes),
-            follow.size(measured),
+            follow.size(record.measured_peak_bytes),
         )
-    Console().print(table)
+    Console(width=max(Console().width, _TABLE_WIDTH)).print(table)
     return 0
 
 
@@ -157,7 +158,7 @@ def _cancel(record: RunRecord) -> int:
         return ExitCode.DONE
     record = wait_for_watcher(record.run_dir)
     follow.ask_to_stop(record)
-    deadline = time.monotonic() + record.spec.launch.cancel_timeout_s + 10
+    deadline = time.monotonic() + record.spec.launch.cancel_timeout_s + record.spec.tracking.timeout_s + 10
     while record.state not in ledger.ENDED and time.monotonic() < deadline:
         time.sleep(0.2)
         record = ledger.read(record.run_dir)

@@ -16,7 +16,6 @@ from orchestrator import ledger
 from orchestrator.errors import ConfigError, ExitCode, NotSubmittedError
 from orchestrator.launch import folder, freeze, inline, local
 from orchestrator.launch.follow import ending, follow, inline_progress
-from orchestrator.launch.worker import CORPUS_FILE
 from orchestrator.planner import Plan
 from orchestrator.project import SOURCE_ROOT
 from orchestrator.spec import RunSpec
@@ -82,7 +81,7 @@ def _launch(spec: RunSpec, run_dir: Path, corpus: Corpus, *, attempt: int, conso
         frozen = _frozen(run_dir, attempt)
         command = ("python", "-m", "orchestrator", *sys.argv[1:])
         submission = local.plan_submission(spec, attempt, command, frozen)
-        ledger.write(run_dir / CORPUS_FILE, corpus)
+        ledger.write(run_dir / folder.CORPUS_FILE, corpus)
         _say(console, f"{spec.name}: {plan_line}")
         if spec.launch.kind == "inline":
             with inline_progress(run_dir, console) as on_step:
@@ -95,8 +94,9 @@ def _launch(spec: RunSpec, run_dir: Path, corpus: Corpus, *, attempt: int, conso
         ) from error
     if spec.launch.kind == "local" and not spec.launch.wait:
         _say(console, f"submitted {spec.name} (job {submission.job_id})\n  folder  {run_dir}")
+        record = ledger.read(run_dir)
         for verb in ("logs -f", "wait", "cancel"):
-            _say(console, f"  python -m orchestrator {verb} {spec.name}")
+            _say(console, f"  {ledger.command(verb, record)}")
         return Started(run_dir=run_dir, exit_code=ExitCode.DONE)
     record = follow(run_dir, console, started_here=True)
     _say(console, ending(record))

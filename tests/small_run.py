@@ -126,7 +126,7 @@ def on_ranks(world: int, folder: Path, function: Callable[..., int | None], *arg
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.small_run"])
+    context.set_forkserver_preload(["tests.small_run", "torch._dynamo"])  # torch imports it late, in each process
     ranks = [
         context.Process(target=_rank, args=(folder, rank, world, port, function, args), daemon=True)
         for rank in range(world)

@@ -44,8 +44,15 @@ def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_every_path_of_a_list_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^data\.path=\S+/none\.txt: there is no such file or folder\."):
+    with pytest.raises(DataError, match=r"none\.txt: there is no such file or folder\."):
         corpus_of(f"[{text_file(tmp_path)},{tmp_path}/none.txt]", tmp_path / "cache")
+
+
+def test_a_list_is_shown_as_it_is_typed(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"^data\.path=\[\S+/a\.txt,\S+/b\.txt\]: the files are empty"):
+        corpus_of(f"[{tmp_path}/a.txt,{tmp_path}/b.txt]", tmp_path / "cache")
 
 
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
@@ -94,7 +101,7 @@ def test_the_shortest_text_that_is_accepted_gives_one_sequence_each(tmp_path: Pa
 
 def test_a_failed_preparation_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(tmp_path, {"a": 0})
-    with pytest.raises(DataError, match="data.tokenizer"):
+    with pytest.raises(DataError, match=r"^data\.tokenizer=\S+: it cannot encode"):
         corpus_of(text_file(tmp_path), tmp_path / "cache", f"data.tokenizer={tokenizer}")
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -186,8 +186,11 @@ def test_precision_names_the_dtype_of_parameters_gradients_and_compute(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16_mixed", "bf16"])
-@pytest.mark.parametrize("family", [(), ("model.position=rope", "model.rope_theta=10000.0", "model.norm=rmsnorm")])
+@pytest.mark.parametrize(
+    ("precision", "family"),
+    [("bf16_mixed", ("model.position=rope", "model.rope_theta=10000.0", "model.norm=rmsnorm")), ("bf16", ())],
+    ids=["bf16_mixed", "bf16"],
+)
 def test_bf16_trains_on_two_ranks(precision: str, family: tuple[str, ...], one: list[float], tmp_path: Path) -> None:
     overrides = (f"train.precision={precision}", "train.micro_batch=4", f"budget.max_steps={STEPS}", *family)
     assert train_ranks(small_spec(tmp_path, *ranks(1, 2, "fsdp"), *overrides), tmp_path / "run") == [0, 0]

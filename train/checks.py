@@ -17,6 +17,7 @@ from train.spec import (
     Problem,
     Spec,
     TrainSpec,
+    as_typed,
 )
 
 
@@ -40,7 +41,7 @@ def unsupported(spec: TrainSpec) -> list[Problem]:
 
 
 def _problem(key: str, value: object, why: str, fix: str) -> Problem:
-    return Problem(key=key, value="null" if value is None else str(value), why=why, fix=fix)
+    return Problem(key=key, value=as_typed(value), why=why, fix=fix)
 
 
 def _or_list(values: list[int]) -> str:
@@ -102,7 +103,7 @@ def _check_ckpt(model: ModelSpec, ckpt: CkptSpec) -> list[Problem]:
             _problem(
                 "ckpt.first",
                 ckpt.first,
-                f"ckpt.layers={list(ckpt.layers)} names the blocks already",
+                f"ckpt.layers={as_typed(ckpt.layers)} names the blocks already",
                 "Set one of the two to null",
             )
         )
@@ -112,7 +113,7 @@ def _check_ckpt(model: ModelSpec, ckpt: CkptSpec) -> list[Problem]:
         found.append(
             _problem(
                 "ckpt.layers",
-                list(ckpt.layers or ()),
+                ckpt.layers,
                 f"{_or_list(outside)} is not a block of model.num_layers={model.num_layers}",
                 f"Use numbers from 0 to {last}",
             )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train.report import write_json
-from train.spec import DataSpec, ModelSpec, Problem, Spec
+from train.spec import DataSpec, ModelSpec, Problem, Spec, as_typed
 
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _CHUNK_CHARS = 1 << 20
@@ -73,7 +73,7 @@ def prepare(data: DataSpec, model: ModelSpec, seq_len: int, cache_dir: Path) -> 
 
 
 def _problem(key: str, value: object, why: str, fix: str) -> DataError:
-    return DataError(Problem(key=key, value=str(value), why=why, fix=fix))
+    return DataError(Problem(key=key, value=as_typed(value), why=why, fix=fix))
 
 
 def _stdlib_files() -> list[Path]:

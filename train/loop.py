@@ -73,6 +73,8 @@ class _Attempt:
         while ending is None:
             begin = time.perf_counter()
             loss, grad_norm, lr = self._step()
+            if self.here.device.type == "cuda":
+                torch.cuda.synchronize()  # the clock is to count what the device does, not what it was asked to do
             compute_time_s = time.perf_counter() - begin
             agreed = self._agree(loss, grad_norm, compute_time_s)
             self._advance(compute_time_s)

@@ -269,3 +269,12 @@ class Problem(Spec):
         return (
             f"{self.key}={self.value}: {self.why}. {self.fix}" if self.fix else f"{self.key}={self.value}: {self.why}."
         )
+
+
+def as_typed(value: object) -> str:
+    """A value as one types it behind `key=`: null, true, [a.txt,b/]."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_typed, value))}]"
+    return str(value)

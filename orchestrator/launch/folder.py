@@ -18,6 +18,7 @@ from train import shapes
 from train.report import write_json
 from train.spec import TrainSpec
 
+CORPUS_FILE = "corpus.json"
 _TRIES = 20
 _ATTEMPT_FILES = ("spec.json", "plan.json", "submission.json")
 

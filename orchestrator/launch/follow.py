@@ -42,9 +42,10 @@ class _Bar:
 
     def show(self, record: RunRecord) -> None:
         step = record.last_step
-        if step is None:
-            self.progress.update(self.task, description=record.state)
-            self._plain(record.state, -1)
+        if step is None or step.attempt != record.attempt:
+            state = "starting" if record.state == "running" else record.state
+            self.progress.update(self.task, description=state)
+            self._plain(state, -1)
             return
         facts = step_facts(step, step.peak_device_bytes, self.predicted)
         description = f"step {step.step}" + (f"/{self.total}" if self.total else "")
@@ -123,7 +124,7 @@ def ending(record: RunRecord) -> str:
     lines = [f"{record.name}: {record.state}"]
     if record.exit is not None:
         lines.append(f"  {record.exit.detail}")
-        if record.exit.first_failed_rank is not None:
+        if record.exit.last_lines:
             lines.append(f"  last lines of rank {record.exit.first_failed_rank}:")
             lines += [f"    {line}" for line in record.exit.last_lines]
     elif record.state == "lost":
@@ -138,10 +139,22 @@ def ending(record: RunRecord) -> str:
         lines.append(f"  peak memory     {size(predicted)} predicted, {size(measured)} measured")
         if report.tokens_per_s is not None:
             lines.append(f"  speed           {report.tokens_per_s:,.0f} tokens/s")
+    lines += _tracking(record)
     lines.append(f"  folder          {record.run_dir}")
     if record.state in ("cancelled", "failed", "lost"):
-        lines.append(f"  continue with   python -m orchestrator resume {record.name}")
+        lines.append(f"  continue with   {ledger.command('resume', record)}")
     return "\n".join(lines)
+
+
+def _tracking(record: RunRecord) -> list[str]:
+    kept = record.tracking
+    if kept is None:
+        return []
+    if kept.warning is not None:
+        return [f"  warning         {kept.warning}"]
+    if kept.url is not None:
+        return [f"  wandb           {kept.url}"]
+    return [] if kept.folder is None else [f"  wandb           offline; to send it: wandb sync {kept.folder}"]
 
 
 def print_log(paths: list[Path], alive: Callable[[], bool], *, forever: bool) -> None:

@@ -61,7 +61,7 @@ def run(run_dir_name: str) -> int:
         ) as leased:
             ranks = _start_ranks(run_dir, spec, submission, leased)
             write(record, this_process(leased, tuple(p.pid for p in ranks)))
-            ends = _watch(ranks, asked, spec.launch.cancel_timeout_s)
+            ends = _watch(ranks, asked, _stop_timeout_s(spec))
         ended = cause_of(run_dir, submission.attempt, ends)
     except StoppedWaitingError:
         ended = ExitRecord(
@@ -74,6 +74,11 @@ def run(run_dir_name: str) -> int:
         )
     write(run_dir / f"exit.{submission.attempt}.json", ended)
     return ended.exit_code
+
+
+def _stop_timeout_s(spec: RunSpec) -> float:
+    """What a run asked to stop may take: its checkpoint, then its tracker."""
+    return spec.launch.cancel_timeout_s + (spec.tracking.timeout_s if spec.tracking.kind == "wandb" else 0.0)
 
 
 def _start_ranks(
@@ -134,7 +139,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], asked: _Signals, cancel_timeout_s: float) -> list[RankEnd]:
+def _watch(ranks: list[subprocess.Popen[bytes]], asked: _Signals, stop_timeout_s: float) -> list[RankEnd]:
     """Wait for all ranks; a failed one ends the others, a request to stop is passed on."""
     ends: dict[int, RankEnd] = {}
     deadline: float | None = None
@@ -146,7 +151,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], asked: _Signals, cancel_timeout
                 ends[rank] = RankEnd(rank=rank, returncode=code, time=time.time(), killed_by_us=killed)
         if asked() and not told:
             told = True
-            deadline = time.monotonic() + cancel_timeout_s
+            deadline = time.monotonic() + stop_timeout_s
             _signal(ranks, signal.SIGTERM)
         if any(end.returncode != 0 for end in ends.values()):
             soon = time.monotonic() + _GRACE_S

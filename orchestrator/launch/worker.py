@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator import tracking
+from orchestrator.launch.folder import CORPUS_FILE
 from orchestrator.spec import RunSpec
 from train.corpus import Corpus
-from train.rank import run_rank
 from train.report import StepReport
-
-CORPUS_FILE = "corpus.json"
 
 
 def work(run_dir: Path, attempt: int, on_step: Callable[[StepReport], None] = lambda report: None) -> int:
     """Train as the rank that the environment names; its exit code."""
+    from train.rank import run_rank  # late: imports torch, which the launcher does without
+
     spec = RunSpec.model_validate_json((run_dir / "spec.json").read_text(encoding="utf-8"))
     plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
     corpus = Corpus.model_validate_json((run_dir / CORPUS_FILE).read_text(encoding="utf-8"))
