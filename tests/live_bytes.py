@@ -12,6 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from train.loop import cross_entropy
+from train.optim import build_optimizer, clip_gradients
+from train.parallel import build_sharded
+from train.spec import TrainSpec
+
 
 class LiveBytes(TorchDispatchMode):
     """Live bytes after each operation, and their peak since `start_phase`."""
@@ -55,3 +60,40 @@ class LiveBytes(TorchDispatchMode):
         if self.now > self.peak:
             self.peak, self.peak_op = self.now, str(func)
         return out
+
+
+def step_peaks(spec: TrainSpec) -> dict[str, int]:
+    """Peaks of live bytes in the second optimizer step of the real trainer's parts, by phase; needs a process group.
+
+    The step is the loop's own (train/loop.py), taken apart at the ends of its phases.
+    """
+    live = LiveBytes()
+    module = build_sharded(spec, torch.device("cpu"))
+    for parameter in module.parameters():
+        live.add(parameter)
+    peaks = {"init": live.total()}
+    optimizer = build_optimizer(module, spec.optim)
+    size = (spec.train.micro_batch, spec.train.seq_len)
+    for _ in range(2):
+        peaks |= {"forward": 0, "backward": 0}
+        for _ in range(spec.train.grad_accum):
+            inputs = torch.randint(0, spec.model.vocab_size, size)
+            targets = inputs.clone()
+            live.add(inputs)
+            live.add(targets)
+            with live:
+                live.start_phase()
+                loss = cross_entropy(module(inputs), targets) / spec.train.grad_accum
+                peaks["forward"] = max(peaks["forward"], live.peak)
+                live.start_phase()
+                loss.backward()
+                peaks["backward"] = max(peaks["backward"], live.peak)
+                del loss
+        with live:
+            live.start_phase()
+            if spec.optim.clip_norm is not None:
+                clip_gradients(module.parameters(), spec.optim.clip_norm)
+            optimizer.step()
+            peaks["optimizer_step"] = live.peak
+            optimizer.zero_grad(set_to_none=True)
+    return peaks

@@ -164,6 +164,7 @@ class _Line:
                 output_bytes=heads,
                 hidden_bytes=3 * heads + scores + mask,
                 forward_scratch_bytes=2 * scores,
+                forward_only_bytes=3 * scores + mask,
                 backward_scratch_bytes=2 * scores + heads,
             )
         )

@@ -24,6 +24,8 @@ class Op:
     """Made in forward besides the output and kept for backward."""
     forward_scratch_bytes: int = 0
     """Alive for a moment in forward, above all of these."""
+    forward_only_bytes: int | None = None
+    """All that it makes, at its highest, in a forward pass that keeps nothing; None: as if it kept."""
     backward_scratch_bytes: int = 0
     """Alive for a moment in backward, above the gradients of output and inputs."""
     parameter_grad_bytes: int = 0
@@ -93,7 +95,10 @@ def _forward(ops: Sequence[Op], input_bytes: int, *, keep: bool, needed: tuple[s
         if keep:
             kept |= set(op.keeps)
         live = hidden + sum(sizes[name] for name in alive)
-        peak = max(peak, live + op.forward_scratch_bytes)
+        made = op.output_bytes + op.hidden_bytes + op.forward_scratch_bytes
+        if not keep and op.forward_only_bytes is not None:
+            made = op.forward_only_bytes
+        peak = max(peak, live - op.output_bytes - op.hidden_bytes + made)
         if not keep:
             hidden -= op.hidden_bytes
         held = kept | {"input", op.output}  # the caller holds the input until the line is done
