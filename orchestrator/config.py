@@ -49,13 +49,15 @@ def compose_jobs(argv: list[str]) -> list[RunSpec]:
 
     def task(cfg: DictConfig) -> None:
         choices = {k: str(v) for k, v in HydraConfig.get().runtime.choices.items() if v is not None}
+        typed = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # may hold ${...}
+        assert isinstance(typed, list)
         try:
-            specs.append(to_spec(cfg, choices, tuple(HydraConfig.get().overrides.task)))
+            specs.append(to_spec(cfg, choices, tuple(str(word) for word in typed)))
         except ConfigError as error:  # Hydra would print a line of its own
             invalid.extend(problem for problem in error.problems if problem not in invalid)
 
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["orchestrator", *argv]
+    sys.argv = ["orchestrator", *_flags_first(argv)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
     try:
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(task)()
@@ -165,7 +167,7 @@ def _diagnose(argv: list[str], error: Exception) -> list[Problem | str]:
     found: list[Problem | str] = []
     for job in _jobs(overrides):
         found += [problem for problem in _problems_of(job, directories) if problem not in found]
-    return found or [first_line(error)]
+    return found or [_explain(error, overrides, directories)[0]]
 
 
 def _problems_of(overrides: list[str], directories: list[str]) -> list[Problem | str]:
@@ -199,6 +201,22 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
     first = [found[0] if found else override for found, override in zip(values, overrides, strict=True)]
     others = [[*first[:i], v, *first[i + 1 :]] for i, found in enumerate(values) for v in found[1:]]
     return [first, *others]
+
+
+def _flags_first(argv: list[str]) -> list[str]:
+    """Hydra's flags with their values, then the overrides: its parser wants all overrides in one piece."""
+    flags, overrides = [], []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        flags.append(word)
+        if word in VALUE_FLAGS + DIR_FLAGS:
+            value = next(words, None)
+            if value is not None:
+                flags.append(value)
+    return [*flags, "--", *overrides] if overrides else flags
 
 
 def _split_argv(argv: list[str]) -> tuple[list[str], list[str]]:

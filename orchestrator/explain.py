@@ -48,8 +48,8 @@ def shown(value: object) -> str:
 def not_a_choice(key: str, value: object, choices: Iterable[str]) -> Problem:
     """A value that is none of the choices, with the nearest one."""
     choices = sorted(choices)
-    close = get_close_matches(shown(value), choices, n=1)
-    hint = f"Did you mean {close[0]}? " if close else ""
+    close = _nearest(shown(value), choices)
+    hint = f"Did you mean {close}? " if close else ""
     return Problem(
         key=key,
         value=shown(value),
@@ -61,16 +61,24 @@ def not_a_choice(key: str, value: object, choices: Iterable[str]) -> Problem:
 def unknown_key(key: str, value: object, known: Iterable[str]) -> Problem:
     """A key that does not exist, with the nearest one or those beside it."""
     known = list(known)
-    close = get_close_matches(key, known, n=1) or _by_last_part(key, known)
+    close = _nearest(key, known) or _by_last_part(key, known)
     siblings = sorted(k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0])
     top = sorted(k for k in known if "." not in k)
-    fix = f"Did you mean {close[0]}?" if close else f"Keys there: {', '.join(siblings or top or known)}"
+    fix = f"Did you mean {close}?" if close else f"Keys there: {', '.join(siblings or top or known)}"
     return Problem(key=key, value=shown(value), why="there is no such key", fix=fix)
 
 
-def _by_last_part(key: str, known: list[str]) -> list[str]:
+def _by_last_part(key: str, known: list[str]) -> str | None:
     last = {name.rpartition(".")[2]: name for name in known}
-    return [last[match] for match in get_close_matches(key.rpartition(".")[2], last, n=1)]
+    near = _nearest(key.rpartition(".")[2], list(last))
+    return None if near is None else last[near]
+
+
+def _nearest(typed: str, names: list[str]) -> str | None:
+    """The name that was meant: one that looks alike, or the only one that begins so."""
+    close = get_close_matches(typed, names, n=1)
+    begins = [name for name in names if typed and name.startswith(typed)]
+    return close[0] if close else begins[0] if len(begins) == 1 else None
 
 
 def first_line(error: BaseException) -> str:

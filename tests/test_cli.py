@@ -1,0 +1,121 @@
+"""The command line: verbs, exit codes, what goes to stdout, and Hydra's own flags."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import main, split_verb
+from orchestrator.errors import ConfigError
+
+TOO_LARGE = ["model=behemoth", "ckpt=none", "device=a100_40gb", "train.micro_batch=64"]
+
+
+@pytest.mark.parametrize(
+    ("words", "verb", "rest"),
+    [
+        ([], "run", []),
+        (["model=tiny"], "run", ["model=tiny"]),
+        (["check", "model=tiny"], "check", ["model=tiny"]),
+        (["model=tiny", "-m", "check"], "check", ["model=tiny", "-m"]),
+        (["--cfg", "job", "--resolve"], "run", ["--cfg", "job", "--resolve"]),
+        (["-cd", "check", "model=tiny"], "run", ["-cd", "check", "model=tiny"]),
+        (["show", "a-run"], "show", ["a-run"]),
+        (["resume", "a-run", "budget.max_steps=3"], "resume", ["a-run", "budget.max_steps=3"]),
+    ],
+)
+def test_the_verb_is_the_first_bare_word(words: list[str], verb: str, rest: list[str]) -> None:
+    assert split_verb(words) == (verb, rest)
+
+
+def test_a_bare_word_that_is_no_verb_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no such verb"):
+        split_verb(["model=tiny", "behemoth"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["check", "model=tiny", "device=a100_40gb"], 0),
+        (["check", "model=tiny", "model.num_heads=7"], 2),
+        (["check", *TOO_LARGE], 3),
+        (["check", "train.precision=bf16", "device=a100_40gb"], 4),
+        (["check", "train.precision=bf16", "device=a100_40gb", "oomguard.allow_unknown=true"], 0),
+        (["check", "model=tiny", "device=a100_40gb", "ckpt=full", "budget.max_recompute_fraction=0.1"], 5),
+        (["model=tiny", "device=a100_40gb", "launch.runs_dir=/dev/null/runs"], 6),
+        (["resume", "a-run-that-never-was"], 2),
+        (["show", "a-run-that-never-was"], 2),
+        (["logs"], 2),
+    ],
+)
+def test_exit_codes(
+    words: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    if code != 0:
+        assert captured.err.strip() or captured.out.strip()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_alternative_of_a_refusal_exits_with_0_when_it_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *TOO_LARGE, "output=json"]) == 3
+    refusal = json.loads(capsys.readouterr().out)
+    assert refusal["alternatives"]
+    for alternative in refusal["alternatives"]:
+        assert main(["check", *TOO_LARGE, *alternative["overrides"]]) == 0
+
+
+def test_run_refuses_what_does_not_fit_on_stderr_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TOO_LARGE, f"launch.runs_dir={tmp_path / 'runs'}"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "fits with      ckpt=full" in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "model=tiny", "device=a100_40gb", "output=json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["verdict"] == "fits"
+    assert captured.err == ""
+
+
+def test_json_under_multirun_is_a_list_and_the_exit_code_the_worst(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-m", *TOO_LARGE[1:], "model=tiny,behemoth", "output=json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert [job["choices"]["model"] for job in found] == ["tiny", "behemoth"]
+    assert [job["verdict"] for job in found] == ["fits", "does_not_fit"]
+
+
+def test_a_refused_run_gives_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "device=a100_40gb", "output=json", f"launch.runs_dir={tmp_path}/runs"]
+    assert main(words) == 6
+    captured = capsys.readouterr()
+    assert "this machine shows no GPU" in json.loads(captured.out)["error"]
+
+
+@pytest.mark.parametrize("flag", [["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--help"], ["--info", "defaults"]])
+def test_flags_of_hydra_print_and_run_nothing(flag: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "model=tiny", *flag, f"launch.runs_dir={tmp_path}/runs"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tiny" in done.stdout or "Configuration groups" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m orchestrator --cfg job | head -1", shell=True, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr

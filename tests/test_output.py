@@ -1,0 +1,82 @@
+"""The JSON contract and the text of a plan."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator import planner
+from orchestrator.output import as_json, as_text
+from orchestrator.preflight import judge
+from tests.specs import run_spec
+
+GOLDEN = Path(__file__).parent / "golden"
+TOO_LARGE = ("model=behemoth", "ckpt=none", "device=a100_40gb", "train.micro_batch=64")
+
+
+@pytest.fixture(autouse=True)
+def _no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "visible_gpus", lambda: ())
+
+
+def test_the_json_of_a_refusal_is_as_it_was(request: pytest.FixtureRequest) -> None:
+    text = json.dumps(as_json(*judge(run_spec(*TOO_LARGE))), indent=2) + "\n"
+    golden = GOLDEN / "refusal.json"
+    if request.config.getoption("--renew-golden"):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+def test_the_text_of_a_refusal_is_as_it_was(request: pytest.FixtureRequest) -> None:
+    text = as_text(*judge(run_spec(*TOO_LARGE))) + "\n"
+    golden = GOLDEN / "refusal.txt"
+    if request.config.getoption("--renew-golden"):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+def test_the_json_holds_every_key_of_the_contract() -> None:
+    content = as_json(*judge(run_spec("model=behemoth", "device=h100_80gb")))
+    assert {"choices", "verdict", "reason", "device", "estimate", "alternatives", "budget"} <= set(content)
+    assert {"name", "usable_bytes"} <= set(content["device"])
+    assert {
+        "method",
+        "peak_phase",
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "peak_device_bytes",
+        "phases",
+        "first_step_peak_allocated_bytes",
+        "terms",
+        "margin_bytes",
+        "recompute_flops_fraction",
+    } <= set(content["estimate"])
+    assert set(content["estimate"]["phases"]) == {"init", "forward", "backward", "optimizer_step", "resume"}
+    assert "device_hours" in content["budget"]
+    assert json.loads(json.dumps(content)) == content
+
+
+def test_numbers_that_nobody_can_know_are_null_with_the_reason_beside_them() -> None:
+    content = as_json(*judge(run_spec("train.precision=bf16", "device=h100_80gb")))
+    assert content["verdict"] == "unknown"
+    assert content["estimate"]["peak_device_bytes"] is None
+    assert content["estimate"]["margin_bytes"] is None
+    assert content["estimate"]["unknown"][0]["key"] == "train.precision"
+    assert "train.precision=bf16" in content["reason"]
+
+
+def test_an_unknown_plan_says_how_to_run_all_the_same() -> None:
+    text = as_text(*judge(run_spec("train.precision=bf16", "device=h100_80gb")))
+    assert "oomguard.allow_unknown=true" in text
+    assert "Set it to bf16_mixed or fp32" in text
+
+
+def test_where_nothing_fits_the_text_says_so() -> None:
+    text = as_text(*judge(run_spec("model=llama3_405b", "device=rtx_3090", "train.precision=bf16_mixed")))
+    assert "nothing was found that fits" in text
+
+
+def test_a_tight_run_is_warned_and_offered_room() -> None:
+    text = as_text(*judge(run_spec("model=behemoth", "device=a100_40gb", "train.micro_batch=15")))
+    assert "tight: " in text
+    assert "more room with ckpt=selective ckpt.first=8" in text
