@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,15 @@ def compose_jobs(argv: list[str]) -> list[RunSpec]:
             invalid.extend(problem for problem in error.problems if problem not in invalid)
 
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["orchestrator", *_flags_first(argv)]
+    scratch = tempfile.TemporaryDirectory(prefix="orchestrator-")  # Hydra leaves a multirun.yaml in sweep.dir
+    sys.argv = ["orchestrator", *_flags_first([*argv, f"hydra.sweep.dir={scratch.name}"])]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
     try:
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(task)()
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_diagnose(argv, error)) from error
     finally:
+        scratch.cleanup()
         sys.argv = before[0]
         if before[1] is None:
             os.environ.pop("HYDRA_FULL_ERROR", None)

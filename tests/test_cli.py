@@ -94,6 +94,12 @@ def test_json_under_multirun_is_a_list_and_the_exit_code_the_worst(capsys: pytes
     assert [job["verdict"] for job in found] == ["fits", "does_not_fit"]
 
 
+def test_a_sweep_leaves_no_files_of_hydras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "-m", "model=tiny,small", "device=a100_40gb"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_refused_run_gives_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=tiny", "device=a100_40gb", "output=json", f"launch.runs_dir={tmp_path}/runs"]
     assert main(words) == 6

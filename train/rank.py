@@ -24,6 +24,7 @@ import torch.distributed as dist
 from train.checkpoint import CheckpointError
 from train.corpus import Corpus, DataError, prepare
 from train.loop import Surroundings, TrainError, train
+from train.measure import return_freed_memory
 from train.report import StepReport, TrainReport, write_json
 from train.spec import TrainSpec
 
@@ -126,6 +127,7 @@ def _join(spec: TrainSpec, timeout_s: float) -> torch.device:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+        return_freed_memory()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         timeout=datetime.timedelta(seconds=timeout_s),
