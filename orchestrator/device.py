@@ -37,7 +37,12 @@ def visible_gpus() -> tuple[str, ...]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return tuple(str(i) for i in range(count))
-    return tuple(name.strip() for name in named.split(",") if name.strip())
+    found: list[str] = []
+    for name in (word.strip() for word in named.split(",")):
+        if not name or name.startswith("-") or (name.isdigit() and int(name) >= count):
+            break  # as CUDA does: what comes after a device that does not exist is not visible
+        found.append(name)
+    return tuple(found)
 
 
 def resolve(spec: TrainSpec) -> TrainSpec:
