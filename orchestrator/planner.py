@@ -4,7 +4,7 @@ Takes a RunSpec whose device is resolved, and its Verdict; gives a Plan. Every a
 optimizer step and is judged like the run itself. It must not import torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from orchestrator import oomguard
@@ -81,9 +81,19 @@ def alternatives(spec: TrainSpec, only_fits: bool) -> tuple[Alternative, ...]:
                 judged.setdefault(found.overrides, found)
                 if found.verdict == "fits":
                     break
-    fitting = [a for a in judged.values() if a.verdict == "fits"]
-    tight = [a for a in judged.values() if a.verdict == "tight"]
-    return tuple((fitting or tight)[:_MOST_ALTERNATIVES])
+    found_all = _each_once(judged.values())
+    fitting = [a for a in found_all if a.verdict == "fits"]
+    return tuple((fitting or found_all)[:_MOST_ALTERNATIVES])
+
+
+def _each_once(found: Iterable[Alternative]) -> list[Alternative]:
+    """Of two ways to the same memory and the same recomputation, the one with fewer words."""
+    best: dict[tuple[int, float], Alternative] = {}
+    for alternative in found:
+        key = (alternative.peak_device_bytes, alternative.recompute_flops_fraction)
+        if key not in best or len(alternative.overrides) < len(best[key].overrides):
+            best[key] = alternative
+    return list(best.values())
 
 
 def _judge(change: _Change) -> Alternative | None:

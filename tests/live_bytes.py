@@ -5,6 +5,7 @@ FSDP frees parameters by resizing their storages to nothing, which no operation 
 """
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from train.checkpoint import Progress, load, save
 from train.loop import cross_entropy
 from train.optim import build_optimizer, clip_gradients
 from train.parallel import build_sharded
@@ -97,3 +99,21 @@ def step_peaks(spec: TrainSpec) -> dict[str, int]:
             peaks["optimizer_step"] = live.peak
             optimizer.zero_grad(set_to_none=True)
     return peaks
+
+
+def resume_peak(spec: TrainSpec, folder: Path) -> int:
+    """Peak of live bytes while a checkpoint is loaded into a module and an optimizer that have just been built."""
+    progress = Progress(
+        step=1, sequences=1, tokens=1, wall_time_s=0.0, device_hours=0.0, step_time_s=0.0, data_fingerprint=""
+    )
+    module = build_sharded(spec, torch.device("cpu"))
+    saved = save(folder, progress, module, build_optimizer(module, spec.optim), keep=1)
+    live = LiveBytes()
+    again = build_sharded(spec, torch.device("cpu"))
+    for parameter in again.parameters():
+        live.add(parameter)
+    optimizer = build_optimizer(again, spec.optim)
+    with live:
+        live.start_phase()
+        load(saved, again, optimizer)
+    return live.peak

@@ -10,7 +10,7 @@ from orchestrator.memory.formula import estimate, recompute_flops_fraction
 from orchestrator.memory.graph import Op, footprint
 from orchestrator.memory.step import moments
 from orchestrator.project import CONF_DIR
-from tests.live_bytes import step_peaks
+from tests.live_bytes import resume_peak, step_peaks
 from tests.small_run import on_ranks, one_rank
 from tests.specs import train_spec
 from train.spec import TrainSpec
@@ -78,6 +78,13 @@ def test_predicted_peaks_are_those_of_the_tensors_alive(name: str) -> None:
     spec = train_spec(*CASES[name])
     with one_rank():
         check_peaks(spec, step_peaks(spec))
+
+
+@pytest.mark.parametrize("extra", [(), ("model.vocab_size=20000",), ("optim.impl=foreach",)])
+def test_the_predicted_peak_of_a_resume_is_that_of_the_tensors_alive(extra: tuple[str, ...], tmp_path: Path) -> None:
+    spec = train_spec("model=small", "device=cpu", *extra)
+    with one_rank():
+        assert estimate(spec).phases["resume"] == pytest.approx(resume_peak(spec, tmp_path), rel=0.02)
 
 
 def _measure_rank(specs: list[TrainSpec], out: str) -> None:

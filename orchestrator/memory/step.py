@@ -105,12 +105,19 @@ def moments(spec: TrainSpec) -> tuple[Moment, ...]:
             activations=step.inputs_bytes,
             scratch=step.states.optimizer_step_scratch_bytes,
         ),
+        # torch makes AdamW's states by a step with gradients of zero, then fills them from the files.
         Moment(
             phase="resume",
-            name="loading a checkpoint into parameters and optimizer states",
+            name="making optimizer states",
             **step.base(),
             gradients=step.states.gradient_bytes,
-            scratch=step.states.largest_shard_bytes,
+            scratch=step.states.optimizer_step_scratch_bytes,
+        ),
+        Moment(
+            phase="resume",
+            name="reading a checkpoint",
+            **step.base(),
+            scratch=2 * step.states.largest_shard_bytes,
         ),
     )
 
