@@ -6,6 +6,7 @@ not import torch.
 
 import json
 import os
+import shlex
 import socket
 import time
 from dataclasses import dataclass
@@ -13,16 +14,19 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import psutil
+from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError
 from orchestrator.spec import RunSpec
 from orchestrator.tracking import TrackingRecord, record_file
-from train.report import STEPS_FILE, StepReport, TrainReport, read_report, read_steps, write_json
+from train.report import STEPS_FILE, StepReport, TrainReport, write_json
 from train.spec import Spec
 
 State = Literal["planned", "submitted", "queued", "running", "completed", "budget", "cancelled", "failed", "lost"]
 ENDED: tuple[State, ...] = ("completed", "budget", "cancelled", "failed", "lost")
 _START_S = 60.0
+_TAIL_BYTES = 1 << 16
+"""More than two lines of steps.jsonl take."""
 _Record = TypeVar("_Record", bound=Spec)
 
 
@@ -94,7 +98,7 @@ class RunRecord:
     tracking: TrackingRecord | None
     """Where wandb's files of the newest attempt are."""
     last_step: StepReport | None
-    """Of any attempt."""
+    """The step that was written last, of any attempt."""
     state: State
 
     @property
@@ -124,28 +128,26 @@ class RunRecord:
 
 
 def read(run_dir: Path) -> RunRecord:
-    """The record of the run in this folder; raises ConfigError when it is no run folder."""
-    spec_file = run_dir / "spec.json"
-    if not spec_file.exists():
+    """The record of the run in this folder; raises ConfigError when it is no run folder or cannot be read."""
+    spec = _read(run_dir / "spec.json", RunSpec)
+    if spec is None:
         raise ConfigError([f"{run_dir}: there is no run in this folder (it has no spec.json)."])
-    spec = RunSpec.model_validate_json(spec_file.read_text(encoding="utf-8"))
     submission = _read(run_dir / "submission.json", Submission)
     attempt = 0 if submission is None else submission.attempt
     node = _read(run_dir / f"node.{attempt}.json", NodeRecord)
+    watched = node is not None and alive(node)  # before the ending is read: the watcher's last act is to write it
     ended = _read(run_dir / f"exit.{attempt}.json", ExitRecord)
-    plan_file = run_dir / "plan.json"
-    steps = read_steps(run_dir / STEPS_FILE)
     return RunRecord(
         run_dir=run_dir,
         spec=spec,
-        plan=json.loads(plan_file.read_text(encoding="utf-8")) if plan_file.exists() else {},
+        plan=_read_plan(run_dir / "plan.json"),
         submission=submission,
         node=node,
         exit=ended,
-        report=read_report(run_dir, attempt),
+        report=_read(run_dir / f"report.{attempt}.json", TrainReport),
         tracking=_read(record_file(run_dir, attempt), TrackingRecord),
-        last_step=steps[-1] if steps else None,
-        state=_state(submission, node, ended),
+        last_step=_last_step(run_dir / STEPS_FILE),
+        state=_state(submission, node, watched, ended),
     )
 
 
@@ -172,10 +174,10 @@ def run_dirs(runs_dir: Path) -> list[Path]:
 
 
 def command(verb: str, record: RunRecord) -> str:
-    """The command line of a verb for this run, from this working folder."""
+    """The command line of a verb for this run, from this working folder, as a shell takes it."""
     runs_dir = record.run_dir.parent
-    where = "" if runs_dir == Path("runs").resolve() else f" --runs-dir {runs_dir}"
-    return f"python -m orchestrator {verb} {record.name}{where}"
+    where = [] if runs_dir == Path("runs").resolve() else ["--runs-dir", str(runs_dir)]
+    return f"python -m orchestrator {verb} {shlex.join([record.name, *where])}"
 
 
 def alive(node: NodeRecord) -> bool:
@@ -210,15 +212,49 @@ def _read(path: Path, record: type[_Record]) -> _Record | None:
         return record.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except ValidationError as error:
+        raise _unreadable(path, error) from error
 
 
-def _state(submission: Submission | None, node: NodeRecord | None, ended: ExitRecord | None) -> State:
+def _read_plan(path: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+    assert isinstance(plan, dict)
+    return plan
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    reason = "; ".join(line.strip() for line in str(error).splitlines()[:3])
+    return ConfigError([f"{path}: it is damaged, or was not written by this version ({reason})."])
+
+
+def _last_step(path: Path) -> StepReport | None:
+    """The last complete line; the half line of a killed writer is passed over."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            return StepReport.model_validate_json(line)
+        except ValidationError:
+            continue
+    return None
+
+
+def _state(submission: Submission | None, node: NodeRecord | None, watched: bool, ended: ExitRecord | None) -> State:
     if submission is None:
         return "planned"
     if ended is not None:
         return ended.cause if ended.cause in ("completed", "budget", "cancelled") else "failed"
     if node is not None:
-        if not alive(node):
+        if not watched:
             return "lost"
         return "running" if node.rank_pids else "queued"
     return "submitted" if _age_s(submission) < _START_S else "lost"

@@ -12,7 +12,7 @@ from orchestrator.launch import folder, local
 from orchestrator.ledger import RunRecord
 from orchestrator.preflight import judge, verdict_code
 from orchestrator.spec import RunSpec
-from orchestrator.start import prepare_data, restart
+from orchestrator.start import launch, prepare_data
 from train.spec import Problem
 
 _MAY_CHANGE = (
@@ -31,18 +31,26 @@ _MAY_CHANGE = (
 
 def resume_run(record: RunRecord, overrides: Sequence[str]) -> int:
     """Judge, then start the next attempt and follow it; raises OrchestratorError."""
+    _require_over(record)
+    with folder.held(record.run_dir):
+        return _resume(ledger.read(record.run_dir), overrides)
+
+
+def _require_over(record: RunRecord) -> None:
     if record.state not in (*ledger.ENDED, "planned"):
-        raise NotSubmittedError(
-            f"{record.name} is {record.state}. Cancel it first: python -m orchestrator cancel {record.name}"
-        )
+        raise NotSubmittedError(f"{record.name} is {record.state}. Cancel it first: {ledger.command('cancel', record)}")
+
+
+def _resume(record: RunRecord, overrides: Sequence[str]) -> int:
+    _require_over(record)  # another shell may have resumed it meanwhile
     before = record.spec
     spec = config.change(before, overrides, _MAY_CHANGE)
     if spec.launch.runs_dir != before.launch.runs_dir:
         raise ConfigError(["launch.runs_dir: a run stays in its folder. Move the folder and name its path."])
     spec = keep_tokens_per_step(before, spec, [word.partition("=")[0] for word in overrides])
     # The folder may have been moved: runs_dir is where it is.
-    launch = spec.launch.model_copy(update={"runs_dir": str(record.run_dir.parent)})
-    spec = spec.model_copy(update={"launch": launch})
+    launched = spec.launch.model_copy(update={"runs_dir": str(record.run_dir.parent)})
+    spec = spec.model_copy(update={"launch": launched})
     if record.state == "completed" and spec.train.budget == before.train.budget:
         print(f"{record.name}: completed already ({record.exit.detail if record.exit else ''})")
         print("  to train it further, raise the limit that ended it, e.g. budget.max_steps=...")
@@ -53,11 +61,10 @@ def resume_run(record: RunRecord, overrides: Sequence[str]) -> int:
         print(output.as_text(judged, plan), file=sys.stderr)
         return code
     local.check_machine(judged)
-    folder.check_space(judged)
+    folder.check_space(judged, record.run_dir)
     corpus = prepare_data(judged)
-    folder.set_aside(record.run_dir, max(record.attempt, 1))
-    folder.write_plan(record.run_dir, judged, output.as_json(judged, plan))
-    return restart(judged, record.run_dir, corpus, record.attempt + 1, plan.verdict.reason).exit_code
+    answer = output.as_json(judged, plan)
+    return launch(judged, record.run_dir, corpus, attempt=record.attempt + 1, plan=plan, answer=answer).exit_code
 
 
 def _as_chosen(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:

@@ -4,6 +4,7 @@ Takes words from the command line, gives an exit code; works from any shell, on 
 """
 
 import json
+import shlex
 import time
 from pathlib import Path
 
@@ -16,10 +17,15 @@ from orchestrator.errors import ConfigError, ExitCode
 from orchestrator.launch import follow, node
 from orchestrator.ledger import RunRecord
 from orchestrator.resume import resume_run
-from orchestrator.start import exit_code, wait_for_watcher
+from orchestrator.start import exit_code
+from train.spec import Problem
 
 _TABLE_WIDTH = 140
 """Columns at least: a run's name that is cut is of no use."""
+_POLL_S = 0.1
+_WATCHER_START_S = 20.0
+_SLACK_S = 10.0
+"""What a watcher may take beyond launch.cancel_timeout_s before it is killed itself."""
 _RUNS_DIR = click.option(
     "--runs-dir",
     default="runs",
@@ -64,13 +70,25 @@ def _summary(record: RunRecord) -> dict[str, object]:
 @_RUNS_DIR
 @_JSON
 def runs(runs_dir: Path, as_json: bool) -> int:
-    records = [ledger.read(path.resolve()) for path in ledger.run_dirs(runs_dir)]
+    records: list[RunRecord] = []
+    problems: list[Problem | str] = []
+    for path in ledger.run_dirs(runs_dir):
+        try:
+            records.append(ledger.read(path.resolve()))
+        except ConfigError as error:  # said when the others are listed
+            problems += error.problems
     if as_json:
         print(json.dumps([_summary(record) for record in records], indent=2))
-        return 0
-    if not records:
+    elif records:
+        Console(width=max(Console().width, _TABLE_WIDTH)).print(_table(records))
+    elif not problems:
         _print(f"no runs in {runs_dir.resolve()}")
-        return 0
+    if problems:
+        raise ConfigError(problems)
+    return 0
+
+
+def _table(records: list[RunRecord]) -> Table:
     table = Table(Column("run", no_wrap=True), "state", "step", "loss", "predicted peak", "measured peak", box=None)
     for record in records:
         row = _summary(record)
@@ -82,8 +100,7 @@ def runs(runs_dir: Path, as_json: bool) -> int:
             follow.size(record.predicted_peak_bytes),
             follow.size(record.measured_peak_bytes),
         )
-    Console(width=max(Console().width, _TABLE_WIDTH)).print(table)
-    return 0
+    return table
 
 
 @click.command(help="What a run is, how it stands or ended, and where its files are.")
@@ -107,7 +124,7 @@ def show(run: str, runs_dir: Path, as_json: bool) -> int:
     if submission is not None:
         tree = "a dirty tree on commit " if submission.dirty else "commit "
         _print(f"  code            {submission.code} ({tree}{submission.commit or 'unknown: not in git'})")
-        _print(f"  started with    {' '.join(submission.command)}")
+        _print(f"  started with    {shlex.join(submission.command)}")
         _print(f"  attempt         {submission.attempt}, job {submission.job_id or 'in the launching process'}")
     if record.state == "running" and record.last_step is not None:
         _print(f"  step {record.last_step.step}: loss {record.last_step.loss:.4f}")
@@ -126,7 +143,10 @@ def logs(run: str, forever: bool, rank: str, runs_dir: Path) -> int:
         raise ConfigError([f"--rank={rank}: {record.name} has ranks 0 to {world - 1}. Set it to one of them or all."])
     ranks = range(world) if rank == "all" else [int(rank)]
     paths = [node.log_file(record.run_dir, record.attempt, r) for r in ranks]
-    if not forever and not any(path.exists() for path in paths):
+    inline = record.submission is not None and record.submission.kind == "inline"
+    if inline:
+        _print(f"{record.name}: launch=inline prints to the terminal that it was started in, and keeps no log")
+    elif not forever and not any(path.exists() for path in paths):
         _print(f"{record.name} ({record.state}): its ranks have printed nothing yet")
     follow.print_log(paths, lambda: ledger.read(record.run_dir).state not in ledger.ENDED, forever=forever)
     return 0
@@ -137,9 +157,8 @@ def logs(run: str, forever: bool, rank: str, runs_dir: Path) -> int:
 @_RUNS_DIR
 def wait(names: tuple[str, ...], runs_dir: Path) -> int:
     codes = []
-    for name in names:
-        record = ledger.find(name, runs_dir)
-        ended = follow.follow(record.run_dir, Console(), started_here=False)
+    for record in [ledger.find(name, runs_dir) for name in names]:
+        ended = follow.follow(record.run_dir, Console())
         _print(follow.ending(ended))
         codes.append(exit_code(ended))
     return max(codes)
@@ -149,24 +168,38 @@ def wait(names: tuple[str, ...], runs_dir: Path) -> int:
 @click.argument("names", nargs=-1, required=True, metavar="RUN...")
 @_RUNS_DIR
 def cancel(names: tuple[str, ...], runs_dir: Path) -> int:
-    return max(_cancel(ledger.find(name, runs_dir)) for name in names)
-
-
-def _cancel(record: RunRecord) -> int:
-    if record.state in ledger.ENDED:
-        _print(f"{record.name}: {record.state} already; nothing to cancel")
-        return ExitCode.DONE
-    record = wait_for_watcher(record.run_dir)
-    follow.ask_to_stop(record)
-    deadline = time.monotonic() + record.spec.launch.cancel_timeout_s + record.spec.tracking.timeout_s + 10
-    while record.state not in ledger.ENDED and time.monotonic() < deadline:
-        time.sleep(0.2)
-        record = ledger.read(record.run_dir)
-    if record.state not in ledger.ENDED:
-        follow.kill(record)
-        record = ledger.read(record.run_dir)
-    _print(follow.ending(record))
+    records = [ledger.find(name, runs_dir) for name in names]
+    asked = [_ask_to_stop(record) for record in records]  # all, before one of them frees what another waits for
+    for record in asked:
+        if record is not None:
+            _print(follow.ending(_stopped(record)))
     return ExitCode.DONE
+
+
+def _ask_to_stop(record: RunRecord) -> RunRecord | None:
+    """The run that was asked, None where there is nothing to cancel."""
+    if record.state in (*ledger.ENDED, "planned"):
+        why = "it was never started" if record.state == "planned" else f"{record.state} already"
+        _print(f"{record.name}: {why}; nothing to cancel")
+        return None
+    deadline = time.monotonic() + _WATCHER_START_S
+    while record.node is None and record.state not in ledger.ENDED and time.monotonic() < deadline:
+        time.sleep(_POLL_S)  # a cancel right after a submit
+        record = ledger.read(record.run_dir)
+    follow.ask_to_stop(record)
+    return record
+
+
+def _stopped(record: RunRecord) -> RunRecord:
+    """The record at its end; killed where it takes longer than it may."""
+    launch, tracking = record.spec.launch, record.spec.tracking
+    deadline = time.monotonic() + launch.cancel_timeout_s + tracking.timeout_s + _SLACK_S
+    while record.state not in ledger.ENDED:
+        if time.monotonic() > deadline:
+            follow.kill(record)
+        time.sleep(_POLL_S)
+        record = ledger.read(record.run_dir)
+    return record
 
 
 @click.command(

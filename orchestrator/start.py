@@ -4,25 +4,23 @@ Takes the spec and the plan's JSON, gives the run folder and the exit code. Ever
 refused before a folder is claimed.
 """
 
-import shutil
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from orchestrator import ledger
-from orchestrator.errors import ConfigError, ExitCode, NotSubmittedError
+from orchestrator.errors import ConfigError, ExitCode, NotSubmittedError, RunFailedError
 from orchestrator.launch import folder, freeze, inline, local
 from orchestrator.launch.follow import ending, follow, inline_progress
+from orchestrator.launch.stopping import Interrupts
+from orchestrator.ledger import RunRecord, Submission
 from orchestrator.planner import Plan
 from orchestrator.project import SOURCE_ROOT
 from orchestrator.spec import RunSpec
 from train.checks import unsupported
 from train.corpus import Corpus, DataError, prepare
-
-_WATCHER_START_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +29,12 @@ class Started:
 
     run_dir: Path
     exit_code: int
+    interrupted: bool
+    """Whether Ctrl-C asked it to stop; what was to follow it is then not wanted either."""
 
 
 def start(spec: RunSpec, plan: Plan, answer: dict[str, object]) -> Started:
     """Data, folder, frozen code, submission; then follow it where launch.wait says so."""
-    console = _console(spec)
     refused = unsupported(spec.train)
     if refused:
         raise ConfigError(refused)
@@ -43,25 +42,43 @@ def start(spec: RunSpec, plan: Plan, answer: dict[str, object]) -> Started:
     folder.check_space(spec)
     corpus = prepare_data(spec)
     spec, run_dir = folder.claim(spec)
-    folder.write_plan(run_dir, spec, answer)
+    return launch(spec, run_dir, corpus, attempt=1, plan=plan, answer=answer)
+
+
+def launch(
+    spec: RunSpec, run_dir: Path, corpus: Corpus, *, attempt: int, plan: Plan, answer: dict[str, object]
+) -> Started:
+    """Start this attempt in its claimed folder, and follow it; where it cannot be started, nothing is left of it."""
+    console = _console(spec)
     try:
-        launched = _launch(spec, run_dir, corpus, attempt=1, console=console, plan_line=plan.verdict.reason)
-    except (NotSubmittedError, ConfigError):
-        shutil.rmtree(run_dir, ignore_errors=True)
+        if attempt > 1:
+            folder.set_aside(run_dir, attempt - 1)
+        folder.write_plan(run_dir, spec, answer)
+        submission = _planned(spec, run_dir, corpus, attempt)
+        _say(console, f"{spec.name}: {plan.verdict.reason}")
+    except BaseException:  # Ctrl-C too
+        folder.undo(run_dir, attempt)
         raise
-    return launched
-
-
-def restart(spec: RunSpec, run_dir: Path, corpus: Corpus, attempt: int, plan_line: str) -> Started:
-    """A further attempt of a run, in the same folder and from the same frozen code."""
-    return _launch(spec, run_dir, corpus, attempt=attempt, console=_console(spec), plan_line=plan_line)
+    if spec.launch.kind == "inline":
+        return _inline(spec, run_dir, submission, console)
+    with Interrupts() as interrupts:
+        try:
+            submission = local.submit(run_dir, submission)
+        except NotSubmittedError:
+            folder.undo(run_dir, attempt)
+            raise
+        if not spec.launch.wait and not interrupts.count:
+            _say(console, _submitted(ledger.read(run_dir), submission))
+            return Started(run_dir=run_dir, exit_code=ExitCode.DONE, interrupted=False)
+        record = follow(run_dir, console, interrupts)
+        _say(console, ending(record))
+    return Started(run_dir=run_dir, exit_code=exit_code(record), interrupted=interrupts.count > 0)
 
 
 def prepare_data(spec: RunSpec) -> Corpus:
     """The tokens, from the cache beside the runs; raises ConfigError for what a user can mend."""
     cache = Path(spec.launch.runs_dir).expanduser().resolve() / ".data"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
         return prepare(spec.train.data, spec.train.model, spec.train.train.seq_len, cache)
     except DataError as error:
         raise ConfigError([error.problem]) from error
@@ -76,34 +93,39 @@ def _console(spec: RunSpec) -> Console:
     return Console(stderr=spec.output == "json")
 
 
-def _launch(spec: RunSpec, run_dir: Path, corpus: Corpus, *, attempt: int, console: Console, plan_line: str) -> Started:
+def _planned(spec: RunSpec, run_dir: Path, corpus: Corpus, attempt: int) -> Submission:
+    """What will be started, with all that it reads in its place."""
     try:
         frozen = _frozen(run_dir, attempt)
         command = ("python", "-m", "orchestrator", *sys.argv[1:])
         submission = local.plan_submission(spec, attempt, command, frozen)
         ledger.write(run_dir / folder.CORPUS_FILE, corpus)
-        _say(console, f"{spec.name}: {plan_line}")
-        if spec.launch.kind == "inline":
-            with inline_progress(run_dir, console) as on_step:
-                inline.run(run_dir, spec, submission, on_step)
-        else:
-            submission = local.submit(run_dir, submission)
     except OSError as error:
         raise NotSubmittedError(
-            f"launch.runs_dir: {run_dir} cannot be written ({error.strerror}). Nothing was started."
+            f"launch.runs_dir: {error.filename or run_dir} cannot be written ({error.strerror}). Nothing was started."
         ) from error
-    if spec.launch.kind == "local" and not spec.launch.wait:
-        _say(console, f"submitted {spec.name} (job {submission.job_id})\n  folder  {run_dir}")
-        record = ledger.read(run_dir)
-        for verb in ("logs -f", "wait", "cancel"):
-            _say(console, f"  {ledger.command(verb, record)}")
-        return Started(run_dir=run_dir, exit_code=ExitCode.DONE)
-    record = follow(run_dir, console, started_here=True)
+    return submission
+
+
+def _inline(spec: RunSpec, run_dir: Path, submission: Submission, console: Console) -> Started:
+    try:
+        with inline_progress(run_dir, console) as on_step:
+            inline.run(run_dir, spec, submission, on_step)
+    except OSError as error:
+        raise RunFailedError(
+            f"{error.filename or run_dir}: {error.strerror}. Free space there, then resume."
+        ) from error
+    record = ledger.read(run_dir)
     _say(console, ending(record))
-    return Started(run_dir=run_dir, exit_code=exit_code(record))
+    return Started(run_dir=run_dir, exit_code=exit_code(record), interrupted=record.state == "cancelled")
 
 
-def exit_code(record: ledger.RunRecord) -> int:
+def _submitted(record: RunRecord, submission: Submission) -> str:
+    head = f"submitted {record.name} (job {submission.job_id})\n  folder  {record.run_dir}"
+    return "\n".join([head, *(f"  {ledger.command(verb, record)}" for verb in ("logs -f", "wait", "cancel"))])
+
+
+def exit_code(record: RunRecord) -> int:
     """What the program exits with for a run that has ended."""
     return int(ExitCode.RUN_FAILED) if record.exit is None else record.exit.exit_code
 
@@ -118,22 +140,14 @@ def _frozen(run_dir: Path, attempt: int) -> freeze.Frozen:
     earlier = ledger.read(run_dir).submission
     assert earlier is not None
     patch = run_dir / "code.patch"
-    code = Path(earlier.code)
-    if not code.is_dir():
-        raise NotSubmittedError(f"the source that {run_dir.name} was started with is gone: {code}.")
+    recorded = Path(earlier.code)
+    # The runs folder may have been moved, with the copies in it.
+    code = next((path for path in (recorded, freeze.copies(run_dir.parent) / recorded.name) if path.is_dir()), None)
+    if code is None:
+        raise NotSubmittedError(f"the source that {run_dir.name} was started with is gone: {recorded}.")
     text = patch.read_text(encoding="utf-8", errors="surrogateescape") if patch.exists() else ""
     return freeze.Frozen(code=code, commit=earlier.commit, patch=text)
 
 
 def _say(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def wait_for_watcher(run_dir: Path) -> ledger.RunRecord:
-    """The record once the run's watcher is there, or has ended: a cancel right after a submit finds it."""
-    deadline = time.monotonic() + _WATCHER_START_S
-    while True:
-        record = ledger.read(run_dir)
-        if record.node is not None or record.state in ledger.ENDED or time.monotonic() > deadline:
-            return record
-        time.sleep(0.1)

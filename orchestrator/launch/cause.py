@@ -4,6 +4,7 @@ Takes the ends of the ranks' processes, gives an ExitRecord that names the first
 """
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -17,7 +18,19 @@ from train.report import read_report
 
 _LAST_LINES = 12
 # What a rank says whose peer died: a symptom, so it never comes before another rank's own failure.
-_SYMPTOMS = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl", "store")
+_SYMPTOMS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out",
+    "gloo",
+    "nccl",
+    "store",
+)
+_SYMPTOM_KINDS = "torch.distributed."
+# Less room than a rank's last words take: it could not leave them.
+_FULL_DISK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +58,29 @@ def cause_of(run_dir: Path, attempt: int, ends: Sequence[RankEnd]) -> ExitRecord
     if first.killed_by_us and record is None:
         detail = "The ranks did not stop in launch.cancel_timeout_s and were killed; the last checkpoint stands."
         return _record("cancelled", ExitCode.RUN_FAILED, detail, first.rank, lines)
+    if record is not None and record["kind"] == "KeyboardInterrupt":
+        detail = "Interrupted before a checkpoint was written; the last one stands."
+        return _record("cancelled", ExitCode.RUN_FAILED, detail, first.rank, lines)
     cause = "rank_failed"
     if record is not None and record["out_of_memory"]:
         cause = "out_of_memory"
     if record is not None and record["kind"] == "DataError":
         cause = "config_error"
     code = ExitCode.CONFIG_ERROR if cause == "config_error" else ExitCode.RUN_FAILED
-    return _record(cause, code, _detail(first, record), first.rank, lines)
+    return _record(cause, code, _detail(run_dir, first, record), first.rank, lines)
+
+
+def cancelled_in_the_queue() -> ExitRecord:
+    """The ending of a run that was asked to stop before its turn."""
+    return _record("cancelled", ExitCode.DONE, "Cancelled while it was queued; no rank was started.")
+
+
+def watcher_failed(run_dir: Path, error: OSError) -> ExitRecord:
+    """The ending of a run that its watcher could not start or watch."""
+    detail = (
+        f"The run could not be watched: {error.filename or run_dir}: {error.strerror}. Free space there, then resume."
+    )
+    return _record("rank_failed", ExitCode.RUN_FAILED, detail)
 
 
 def _record(
@@ -87,19 +116,24 @@ def _when(end: RankEnd, record: dict[str, Any] | None) -> tuple[int, float]:
     """Ranks in order of blame: own failures by time, then symptoms of another's, then those we killed."""
     if record is None:
         return (2 if end.killed_by_us else 0, end.time)
-    symptom = any(word in record["message"].lower() for word in _SYMPTOMS) and not record["explained"]
+    words = any(word in record["message"].lower() for word in _SYMPTOMS)
+    symptom = (words or record["kind"].startswith(_SYMPTOM_KINDS)) and not record["explained"]
     return (1 if symptom else 0, float(record["time"]))
 
 
-def _detail(end: RankEnd, record: dict[str, Any] | None) -> str:
+def _detail(run_dir: Path, end: RankEnd, record: dict[str, Any] | None) -> str:
+    begin = f"Rank {end.rank} failed first: "
     if record is not None:
         message = str(record["message"]).strip().splitlines()
         if record["explained"]:
-            return f"Rank {end.rank} failed first: {record['message']}"
-        return f"Rank {end.rank} failed first: {record['kind']}: {message[0] if message else ''}"
+            return f"{begin}{record['message']}"
+        return f"{begin}{record['kind']}: {message[0] if message else ''}"
     if end.returncode < 0:
-        return f"Rank {end.rank} failed first: killed by {_signal_name(-end.returncode)}."
-    return f"Rank {end.rank} failed first: its process ended with exit code {end.returncode} and said nothing."
+        return f"{begin}killed by {_signal_name(-end.returncode)}."
+    silent = f"{begin}its process ended with exit code {end.returncode} and said nothing."
+    if shutil.disk_usage(run_dir).free >= _FULL_DISK_BYTES:
+        return silent
+    return f"{silent} The disk of {run_dir} is full. Free space there, then resume."
 
 
 def _signal_name(number: int) -> str:

@@ -3,8 +3,10 @@
 Takes a run folder, reads its files only; any shell can do it, any number of times.
 """
 
+import codecs
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,22 +17,27 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from orchestrator import ledger
+from orchestrator.errors import ConfigError
+from orchestrator.launch.stopping import Interrupts
 from orchestrator.ledger import RunRecord
 from train.report import StepReport
 
 _POLL_S = 0.2
 _PLAIN_EVERY_S = 10.0
+_PLAIN_STATE_AFTER_S = 2.0
 
 
 class _Bar:
-    """A progress bar on a terminal, a line every ten seconds elsewhere."""
+    """A progress bar on a terminal; elsewhere a line for a state that lasts, then a step's line every ten seconds."""
 
     def __init__(self, record: RunRecord, console: Console) -> None:
         self.console = console
         self.predicted = record.predicted_peak_bytes
         self.total = record.spec.train.planned_steps
+        self.said: str | int | None = None
         self.said_at = 0.0
-        self.said_step = -1
+        self.state = ""
+        self.state_since = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -43,22 +50,29 @@ class _Bar:
     def show(self, record: RunRecord) -> None:
         step = record.last_step
         if step is None or step.attempt != record.attempt:
-            state = "starting" if record.state == "running" else record.state
-            self.progress.update(self.task, description=state)
-            self._plain(state, -1)
+            self._show_state("starting" if record.state in ("submitted", "running") else record.state)
             return
         facts = step_facts(step, step.peak_device_bytes, self.predicted)
         description = f"step {step.step}" + (f"/{self.total}" if self.total else "")
         self.progress.update(self.task, completed=step.step, description=description, facts=facts)
-        self._plain(f"{description}  {facts}", step.step)
+        due = not isinstance(self.said, int) or time.monotonic() - self.said_at > _PLAIN_EVERY_S
+        if step.step != self.said and (due or record.state in ledger.ENDED):
+            self._plain(f"{description}  {facts}", step.step)
+
+    def _show_state(self, state: str) -> None:
+        self.progress.update(self.task, description=state)
+        if state != self.state:
+            self.state, self.state_since = state, time.monotonic()
+        lasts = time.monotonic() - self.state_since >= _PLAIN_STATE_AFTER_S
+        if state not in (self.said, *ledger.ENDED) and lasts:
+            self._plain(state, state)
 
     def say(self, line: str) -> None:
-        self.progress.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _plain(self, line: str, step: int) -> None:
-        due = time.monotonic() - self.said_at > _PLAIN_EVERY_S
-        if not self.console.is_terminal and step != self.said_step and due:
-            self.said_at, self.said_step = time.monotonic(), step
+    def _plain(self, line: str, key: str | int) -> None:
+        if not self.console.is_terminal:
+            self.said, self.said_at = key, time.monotonic()
             self.say(line)
 
 
@@ -77,46 +91,51 @@ def size(count: int | None) -> str:
     return f"{count / 1024**3:.2f} GiB" if count >= 1024**3 else f"{count / 1024**2:.0f} MiB"
 
 
-def follow(run_dir: Path, console: Console, *, started_here: bool) -> RunRecord:
+def follow(run_dir: Path, console: Console, interrupts: Interrupts | None = None) -> RunRecord:
     """Show progress until the run has ended.
 
-    Where the run was started here, Ctrl-C asks it to stop with a checkpoint, a second one kills it; elsewhere
-    Ctrl-C only stops looking (KeyboardInterrupt).
+    Where Ctrl-C is counted by `interrupts`, the first asks the run to stop with a checkpoint and the second kills
+    it; elsewhere Ctrl-C only stops looking (KeyboardInterrupt).
     """
-    record = ledger.read(run_dir)
-    bar = _Bar(record, console)
-    asked = 0
+    bar = _Bar(ledger.read(run_dir), console)
+    said = asked = False
     with bar.progress:
         while True:
-            try:
-                record = ledger.read(run_dir)
-                bar.show(record)
-                if record.state in ledger.ENDED:
-                    return record
-                time.sleep(_POLL_S)
-            except KeyboardInterrupt:
-                if not started_here:
-                    raise
-                asked += 1
-                if asked == 1:
+            record = ledger.read(run_dir)
+            bar.show(record)
+            if record.state in ledger.ENDED:
+                return record
+            if interrupts is not None and interrupts.count:
+                if not said:
                     bar.say(f"stopping with a checkpoint (Ctrl-C again kills at once): {run_dir}")
-                    ask_to_stop(record)
-                else:
+                    said = True
+                asked = asked or ask_to_stop(record)  # again, until there is a watcher to tell
+                if interrupts.count > 1:
                     kill(record)
+            time.sleep(_POLL_S)
 
 
 def ask_to_stop(record: RunRecord) -> bool:
-    """SIGTERM to the watcher, which passes it on; False when there is none to tell."""
-    if record.node is None or record.state in ledger.ENDED or not ledger.alive(record.node):
-        return False
-    os.kill(record.node.pid, signal.SIGTERM)
-    return True
+    """SIGTERM to the watcher, which passes it on; False when there is none to tell. Raises ConfigError elsewhere."""
+    return record.state not in ledger.ENDED and _tell(record, signal.SIGTERM)
 
 
 def kill(record: RunRecord) -> None:
-    """SIGKILL to the watcher; the kernel kills its ranks with it."""
-    if record.node is not None and ledger.alive(record.node):
-        os.kill(record.node.pid, signal.SIGKILL)
+    """SIGKILL to the watcher; the kernel kills its ranks with it. Raises ConfigError on another machine."""
+    _tell(record, signal.SIGKILL)
+
+
+def _tell(record: RunRecord, number: signal.Signals) -> bool:
+    node = record.node
+    if node is None or not ledger.alive(node):
+        return False
+    if node.host != socket.gethostname():
+        raise ConfigError([f"{record.name}: it runs on {node.host}, and can only be stopped from there."])
+    try:
+        os.kill(node.pid, number)
+    except ProcessLookupError:  # it has ended meanwhile
+        return False
+    return True
 
 
 def ending(record: RunRecord) -> str:
@@ -160,6 +179,7 @@ def _tracking(record: RunRecord) -> list[str]:
 def print_log(paths: list[Path], alive: Callable[[], bool], *, forever: bool) -> None:
     """Print log files, and with `forever` what is added until the run has ended."""
     offsets = dict.fromkeys(paths, 0)
+    decoders = {path: codecs.getincrementaldecoder("utf-8")("replace") for path in paths}
     while True:
         running = alive()
         for path in paths:
@@ -168,7 +188,7 @@ def print_log(paths: list[Path], alive: Callable[[], bool], *, forever: bool) ->
                     file.seek(offsets[path])
                     content = file.read()
                 offsets[path] += len(content)
-                sys.stdout.write(content.decode("utf-8", "replace"))
+                sys.stdout.write(decoders[path].decode(content))
                 sys.stdout.flush()
         if not forever or not running:
             return

@@ -8,29 +8,50 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.launch.cause import RankEnd, cause_of
-from orchestrator.launch.lease import default_folder, lease
+from orchestrator.launch.cause import RankEnd, cancelled_in_the_queue, cause_of
+from orchestrator.launch.lease import StoppedWaitingError, folder_of, lease
 from orchestrator.launch.node import rank_environment
+from orchestrator.launch.stopping import Asked
 from orchestrator.ledger import ExitRecord, Submission, this_process, write
 from orchestrator.spec import RunSpec
 from train.report import StepReport
 
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLOO_SOCKET_IFNAME")
+
 
 def run(run_dir: Path, spec: RunSpec, submission: Submission, on_step: Callable[[StepReport], None]) -> ExitRecord:
-    """Lease, train to the end, write exit.<attempt>.json."""
-
+    """Lease, train to the end, write exit.<attempt>.json; raises OSError where the folder cannot be written."""
+    asked = Asked()
     write(run_dir / "submission.json", submission)
-    folder = default_folder() if spec.launch.lease_dir is None else Path(spec.launch.lease_dir)
-    with lease(submission.candidates, submission.leases, folder=folder, submitted_at=submission.submitted_at) as leased:
-        write(run_dir / f"node.{submission.attempt}.json", this_process(leased, (os.getpid(),)))
-        environment = rank_environment(submission, leased)
-        for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
-            if name in environment:
-                os.environ[name] = environment[name]
-        from orchestrator.launch.worker import work  # late: imports torch, after CUDA_VISIBLE_DEVICES is set
-
-        code = work(run_dir, submission.attempt, on_step)
-    end = RankEnd(rank=0, returncode=code, time=time.time(), killed_by_us=False)
-    ended = cause_of(run_dir, submission.attempt, [end])
+    write(run_dir / f"node.{submission.attempt}.json", this_process())
+    try:
+        ended = _attempt(run_dir, spec, submission, asked, on_step)
+    except StoppedWaitingError:
+        ended = cancelled_in_the_queue()
     write(run_dir / f"exit.{submission.attempt}.json", ended)
     return ended
+
+
+def _attempt(
+    run_dir: Path,
+    spec: RunSpec,
+    submission: Submission,
+    asked: Callable[[], bool],
+    on_step: Callable[[StepReport], None],
+) -> ExitRecord:
+    with lease(
+        submission.candidates,
+        submission.leases,
+        folder=folder_of(spec.launch.lease_dir),
+        submitted_at=submission.submitted_at,
+        stop_requested=asked,
+    ) as leased:
+        write(run_dir / f"node.{submission.attempt}.json", this_process(leased.ids, (os.getpid(),)))
+        environment = rank_environment(submission, leased.ids)
+        os.environ.update({name: environment[name] for name in _VARIABLES if name in environment})
+        from orchestrator.launch.worker import work  # late: imports torch, after CUDA_VISIBLE_DEVICES is set
+
+        code = work(run_dir, submission.attempt, asked, on_step)
+    return cause_of(
+        run_dir, submission.attempt, [RankEnd(rank=0, returncode=code, time=time.time(), killed_by_us=False)]
+    )

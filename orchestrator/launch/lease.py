@@ -4,21 +4,58 @@ Takes ids and how many are wanted, gives them while the process lives: a lease i
 takes it back however the holder dies. Waiting runs hold a ticket; only the oldest may lease.
 """
 
+import contextlib
 import fcntl
-import getpass
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.errors import NotSubmittedError
+
 _POLL_S = 0.1
+_QUEUE = "queue"
 
 
 def default_folder() -> Path:
     """Shared by all runs of this user on this machine, whatever their runs folder."""
-    return Path(tempfile.gettempdir()) / f"orchestrator-leases-{getpass.getuser()}"
+    return Path(tempfile.gettempdir()) / f"orchestrator-leases-{os.getuid()}"
+
+
+def folder_of(lease_dir: str | None) -> Path:
+    """The folder of launch.lease_dir, made where it is missing; raises NotSubmittedError where that fails.
+
+    One that is named is for all users of the machine: whoever makes it, makes it theirs too.
+    """
+    folder = default_folder() if lease_dir is None else Path(lease_dir).expanduser().absolute()
+    mode = 0o700 if lease_dir is None else 0o777
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for path in (folder, folder / _QUEUE):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                path.chmod(mode)
+        with tempfile.TemporaryFile(dir=folder / _QUEUE):
+            pass
+    except OSError as error:
+        raise NotSubmittedError(
+            f"launch.lease_dir={lease_dir or 'null'}: {folder} cannot be written ({error.strerror}). Nothing was "
+            "started. Set launch.lease_dir to a folder that you can write."
+        ) from error
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """What a run was given, while the block of `lease` lasts."""
+
+    ids: tuple[str, ...]
+    """Ids of devices or slots."""
+    descriptors: tuple[int, ...]
+    """Open files that hold them. A process that inherits these holds the lease too, until it is gone."""
 
 
 class StoppedWaitingError(Exception):
@@ -33,15 +70,14 @@ def lease(
     folder: Path,
     submitted_at: float,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[str, ...]]:
+) -> Iterator[Lease]:
     """Wait for the turn and for `count` free ids, hold them inside the block.
 
     `submitted_at`, seconds since the epoch, is the place in the queue. Raises StoppedWaitingError.
     """
     assert 0 < count <= len(ids)
-    folder.mkdir(parents=True, exist_ok=True)
-    queue = folder / "queue"
-    queue.mkdir(exist_ok=True)
+    queue = folder / _QUEUE
+    queue.mkdir(parents=True, exist_ok=True)
     ticket = queue / f"{int(submitted_at * 1e6):020d}-{os.getpid()}"
     unnamed = queue / f".{ticket.name}"  # locked before others can see it
     ticket_lock = _lock(unnamed)
@@ -57,7 +93,7 @@ def lease(
             if not held:
                 time.sleep(_POLL_S)
         ticket.unlink(missing_ok=True)
-        yield tuple(held)
+        yield Lease(ids=tuple(held), descriptors=tuple(held.values()))
     finally:
         ticket.unlink(missing_ok=True)
         os.close(ticket_lock)
@@ -67,7 +103,7 @@ def lease(
 
 def _lock(path: Path) -> int | None:
     """A descriptor that holds the file's lock, None where another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)  # another user's can be locked too
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

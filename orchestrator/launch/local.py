@@ -4,6 +4,7 @@ Takes a planned run folder, gives a Submission. `python -m orchestrator.launch.l
 between that gives the executor's controller a session of its own: Ctrl-C and a closed shell do not reach it.
 """
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from orchestrator.device import check_present, visible_gpus
 from orchestrator.errors import ConfigError, NotSubmittedError
 from orchestrator.launch import node
 from orchestrator.launch.freeze import Frozen
+from orchestrator.launch.lease import folder_of
 from orchestrator.ledger import Submission, write
 from orchestrator.spec import RunSpec
 from train.spec import Problem
@@ -57,7 +59,8 @@ def cpu_slots(spec: RunSpec) -> int:
 
 
 def check_machine(spec: RunSpec) -> None:
-    """Refuse what this machine cannot start: other nodes, missing GPUs, more ranks than slots."""
+    """Refuse what this machine cannot start: other nodes, missing GPUs, more ranks than slots, no room for leases."""
+    folder_of(spec.launch.lease_dir)
     parallel = spec.train.parallel
     if parallel.nodes > 1:
         raise _refused(
@@ -93,12 +96,14 @@ def _refused(key: str, value: object, why: str, fix: str) -> ConfigError:
 
 
 def submit(run_dir: Path, submission: Submission) -> Submission:
-    """Write submission.json, start the run, and write the job's id; raises NotSubmittedError."""
-    write(run_dir / "submission.json", submission)
-    env = dict(os.environ) | {"PYTHONPATH": submission.code, "PYTHONSAFEPATH": "1"}
+    """Write submission.json, start the run, and write the job's id; raises NotSubmittedError, then nothing runs."""
+    try:
+        write(run_dir / "submission.json", submission)
+    except OSError as error:
+        raise NotSubmittedError(f"{run_dir} cannot be written ({error.strerror}). Nothing was started.") from error
     done = subprocess.run(
         [sys.executable, "-m", "orchestrator.launch.local", str(run_dir)],
-        env=env,
+        env=dict(os.environ) | node.source_environment(submission.code),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -107,9 +112,10 @@ def submit(run_dir: Path, submission: Submission) -> Submission:
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise NotSubmittedError(f"submitit could not start the run: {last}. Its folder is {run_dir}.")
+        raise NotSubmittedError(f"submitit could not start the run in {run_dir}: {last}. Nothing was started.")
     submitted = submission.model_copy(update={"job_id": done.stdout.strip()})
-    write(run_dir / "submission.json", submitted)
+    with contextlib.suppress(OSError):  # the run goes on without its id in the record; a full disk ends it soon enough
+        write(run_dir / "submission.json", submitted)
     return submitted
 
 

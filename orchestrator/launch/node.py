@@ -10,35 +10,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
-from orchestrator.errors import ExitCode
-from orchestrator.launch.cause import RankEnd, cause_of
-from orchestrator.launch.lease import StoppedWaitingError, default_folder, lease
+from orchestrator.launch.cause import RankEnd, cancelled_in_the_queue, cause_of, watcher_failed
+from orchestrator.launch.lease import Lease, StoppedWaitingError, folder_of, lease
+from orchestrator.launch.stopping import Asked, kept_for_the_child
 from orchestrator.ledger import ExitRecord, Submission, this_process, write
 from orchestrator.spec import RunSpec
 
 _POLL_S = 0.02
 _GRACE_S = 3.0
 """After a rank died, the others may take this long to say what they saw."""
-
-
-class _Signals:
-    """SIGTERM, SIGINT and SIGUSR2 ask the run to stop; kept until the ranks can be told."""
-
-    def __init__(self) -> None:
-        self.asked_at: float | None = None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, self._set)
-
-    def _set(self, number: int, frame: FrameType | None) -> None:
-        if self.asked_at is None:
-            self.asked_at = time.monotonic()
-
-    def __call__(self) -> bool:
-        return self.asked_at is not None
+_RESERVE_BYTES = 1 << 16
+"""Kept free for the record of the ending: a run that fills its disk must still say so."""
 
 
 def run(run_dir_name: str) -> int:
@@ -47,33 +32,43 @@ def run(run_dir_name: str) -> int:
     spec = RunSpec.model_validate_json((run_dir / "spec.json").read_text(encoding="utf-8"))
     text = (run_dir / "submission.json").read_text(encoding="utf-8")
     submission = Submission.model_validate_json(text)
-    asked = _Signals()
-    record = run_dir / f"node.{submission.attempt}.json"
-    write(record, this_process())
-    folder = default_folder() if spec.launch.lease_dir is None else Path(spec.launch.lease_dir)
+    asked = Asked()
+    reserve = run_dir / f".exit.{submission.attempt}.reserve"
     try:
-        with lease(
-            submission.candidates,
-            submission.leases,
-            folder=folder,
-            submitted_at=submission.submitted_at,
-            stop_requested=asked,
-        ) as leased:
-            ranks = _start_ranks(run_dir, spec, submission, leased)
-            write(record, this_process(leased, tuple(p.pid for p in ranks)))
-            ends = _watch(ranks, asked, _stop_timeout_s(spec))
-        ended = cause_of(run_dir, submission.attempt, ends)
+        reserve.write_bytes(b"\0" * _RESERVE_BYTES)
+        ended = _attempt(run_dir, spec, submission, asked)
     except StoppedWaitingError:
-        ended = ExitRecord(
-            cause="cancelled",
-            exit_code=ExitCode.DONE,
-            detail="Cancelled while it was queued; no rank was started.",
-            first_failed_rank=None,
-            last_lines=(),
-            ended_at=time.time(),
-        )
+        ended = cancelled_in_the_queue()
+    except OSError as error:
+        ended = watcher_failed(run_dir, error)
+    reserve.unlink(missing_ok=True)
     write(run_dir / f"exit.{submission.attempt}.json", ended)
     return ended.exit_code
+
+
+def _attempt(run_dir: Path, spec: RunSpec, submission: Submission, asked: Callable[[], bool]) -> ExitRecord:
+    """Queue, start the ranks, watch them; raises StoppedWaitingError and OSError, and leaves no rank behind."""
+    record = run_dir / f"node.{submission.attempt}.json"
+    write(record, this_process())
+    ranks: list[subprocess.Popen[bytes]] = []
+    with lease(
+        submission.candidates,
+        submission.leases,
+        folder=folder_of(spec.launch.lease_dir),
+        submitted_at=submission.submitted_at,
+        stop_requested=asked,
+    ) as leased:
+        env = _world_environment(spec, submission, leased)
+        (run_dir / "logs").mkdir(exist_ok=True)
+        try:
+            for rank in range(spec.train.parallel.world_size):
+                # One by one: those that run are killed where the next one cannot be started.
+                ranks.append(_start_rank(run_dir, submission.attempt, rank, env, leased))  # noqa: PERF401
+            write(record, this_process(leased.ids, tuple(p.pid for p in ranks)))
+            ends = _watch(ranks, asked, _stop_timeout_s(spec))
+        finally:
+            _signal(ranks, signal.SIGKILL)
+    return cause_of(run_dir, submission.attempt, ends)
 
 
 def _stop_timeout_s(spec: RunSpec) -> float:
@@ -81,39 +76,25 @@ def _stop_timeout_s(spec: RunSpec) -> float:
     return spec.launch.cancel_timeout_s + (spec.tracking.timeout_s if spec.tracking.kind == "wandb" else 0.0)
 
 
-def _start_ranks(
-    run_dir: Path, spec: RunSpec, submission: Submission, leased: Sequence[str]
-) -> list[subprocess.Popen[bytes]]:
-    world = spec.train.parallel.world_size
-    env = rank_environment(submission, leased) | {
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-    }
-    logs = run_dir / "logs"
-    logs.mkdir(exist_ok=True)
-    ranks = []
-    for rank in range(world):
-        with log_file(run_dir, submission.attempt, rank).open("ab") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-u",
-                        "-m",
-                        "orchestrator.launch.worker",
-                        str(run_dir),
-                        str(submission.attempt),
-                    ],
-                    env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,
-                )
-            )
-    return ranks
+def _world_environment(spec: RunSpec, submission: Submission, leased: Lease) -> dict[str, str]:
+    world = str(spec.train.parallel.world_size)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return rank_environment(submission, leased.ids) | meeting | {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+
+
+def _start_rank(run_dir: Path, attempt: int, rank: int, env: dict[str, str], leased: Lease) -> subprocess.Popen[bytes]:
+    """The rank's process, in a group of its own; it holds the lease too, until it is gone."""
+    words = ["-u", "-m", "orchestrator.launch.worker", str(run_dir), str(attempt), str(os.getpid())]
+    with log_file(run_dir, attempt, rank).open("ab") as log, kept_for_the_child():
+        return subprocess.Popen(
+            [sys.executable, *words],
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            pass_fds=leased.descriptors,
+        )
 
 
 def log_file(run_dir: Path, attempt: int, rank: int) -> Path:
@@ -123,7 +104,7 @@ def log_file(run_dir: Path, attempt: int, rank: int) -> Path:
 
 def rank_environment(submission: Submission, leased: Sequence[str]) -> dict[str, str]:
     """This environment with the leased devices, the threads, and the frozen source to import from."""
-    env = dict(os.environ) | {"PYTHONPATH": submission.code, "PYTHONSAFEPATH": "1"}
+    env = dict(os.environ) | source_environment(submission.code)
     gpus = [name.removeprefix("gpu:") for name in leased if name.startswith("gpu:")]
     env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if submission.threads_per_rank is not None:
@@ -133,13 +114,19 @@ def rank_environment(submission: Submission, leased: Sequence[str]) -> dict[str,
     return env
 
 
+def source_environment(code: str) -> dict[str, str]:
+    """For a process that imports this source, before whatever else PYTHONPATH names."""
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", code)]
+    return {"PYTHONPATH": os.pathsep.join([code, *others]), "PYTHONSAFEPATH": "1"}
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], asked: _Signals, stop_timeout_s: float) -> list[RankEnd]:
+def _watch(ranks: list[subprocess.Popen[bytes]], asked: Callable[[], bool], stop_timeout_s: float) -> list[RankEnd]:
     """Wait for all ranks; a failed one ends the others, a request to stop is passed on."""
     ends: dict[int, RankEnd] = {}
     deadline: float | None = None

@@ -1,0 +1,123 @@
+"""The verbs that take run names, on recorded folders."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator import cli
+from tests import recorded
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    """A completed, a failed and a planned run."""
+    runs = tmp_path / "runs"
+    for number, name in enumerate(("done-aaaa", "broken-bbbb", "planned-cccc")):
+        recorded.planned(runs / name)
+        os.utime(runs / name / "spec.json", (1000 + number, 1000 + number))
+    for name in ("done-aaaa", "broken-bbbb"):
+        recorded.submission(runs / name, command=("python", "-m", "orchestrator", "data.path=my text"))
+        recorded.dead_node(runs / name)
+    recorded.exit_record(runs / "done-aaaa")
+    recorded.train_report(runs / "done-aaaa")
+    recorded.step(runs / "done-aaaa", 3)
+    recorded.exit_record(runs / "broken-bbbb", cause="rank_failed", exit_code=7, detail="Rank 0 failed first: x")
+    return runs
+
+
+def verb(capsys: pytest.CaptureFixture[str], runs_dir: Path, *words: str) -> tuple[int, str, str]:
+    code = cli.main([*words, "--runs-dir", str(runs_dir)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_runs_lists_names_whole_with_state_step_loss_and_both_peaks(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = verb(capsys, runs_dir, "runs")
+    rows = [line.split() for line in out.splitlines()]
+    assert code == 0
+    assert rows[1] == ["done-aaaa", "completed", "3", "2.000", "3.00", "GiB", "2.00", "GiB"]
+    assert rows[2] == ["broken-bbbb", "failed", "3.00", "GiB", "unknown"]
+    assert rows[3][:2] == ["planned-cccc", "planned"]
+
+
+def test_runs_as_json_has_null_for_what_nobody_knows(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = verb(capsys, runs_dir, "runs", "--json")
+    done, broken, _ = json.loads(out)
+    assert (done["state"], done["step"], done["measured_peak_bytes"]) == ("completed", 3, recorded.MEASURED)
+    assert (broken["step"], broken["loss"], broken["measured_peak_bytes"]) == (None, None, None)
+
+
+def test_an_empty_folder_has_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb(capsys, tmp_path, "runs")[1] == f"no runs in {tmp_path}\n"
+    assert verb(capsys, tmp_path, "runs", "--json")[1] == "[]\n"
+
+
+def test_a_damaged_run_is_named_and_does_not_hide_the_others(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs_dir / "broken-bbbb" / "submission.json").write_text("{")
+    code, out, err = verb(capsys, runs_dir, "runs")
+    assert code == 2
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["done-aaaa", "planned-cccc"]
+    assert err.startswith(f"{runs_dir}/broken-bbbb/submission.json: it is damaged")
+
+
+def test_show_prints_a_command_that_can_be_pasted(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = verb(capsys, runs_dir, "show", "done")
+    line = next(line for line in out.splitlines() if "started with" in line)
+    assert shlex.split(line)[2:] == ["python", "-m", "orchestrator", "data.path=my text"]
+    assert "a dirty tree on commit c0ffee" in out
+
+
+def test_logs_refuses_a_rank_that_the_run_does_not_have(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = verb(capsys, runs_dir, "logs", "done", "--rank", "3")
+    assert (code, err) == (2, "--rank=3: done-aaaa has ranks 0 to 0. Set it to one of them or all.\n")
+    recorded.rank_log(runs_dir / "done-aaaa", 0, "hello\n")
+    assert verb(capsys, runs_dir, "logs", "done", "--rank", "all")[1] == "hello\n"
+
+
+def test_wait_exits_as_the_worst_of_its_runs_did(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = verb(capsys, runs_dir, "wait", "done", "broken")
+    assert code == 7
+    assert "done-aaaa: completed" in out
+    assert "broken-bbbb: failed" in out
+
+
+def test_there_is_nothing_to_cancel_in_a_run_that_is_over_or_never_began(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = verb(capsys, runs_dir, "cancel", "done", "planned")
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            "done-aaaa: completed already; nothing to cancel",
+            "planned-cccc: it was never started; nothing to cancel",
+        ],
+    )
+
+
+def test_a_mistyped_name_among_several_cancels_none(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bystander = subprocess.Popen(["sleep", "600"])
+    (runs_dir / "broken-bbbb" / "exit.1.json").unlink()
+    started = psutil.Process(bystander.pid).create_time()
+    recorded.node(runs_dir / "broken-bbbb", pid=bystander.pid, process_start=started)
+    code, _, err = verb(capsys, runs_dir, "cancel", "broken", "dnoe")
+    assert (code, err.partition(":")[0]) == (2, "dnoe")
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_a_missing_name_is_a_config_error_that_points_to_the_help(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = verb(capsys, runs_dir, "show")
+    assert code == 2
+    assert "python -m orchestrator show --help" in err
