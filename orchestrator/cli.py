@@ -71,6 +71,8 @@ def _config_verb(verb: str, argv: list[str]) -> int:
             answer = {"choices": spec.choices, "error": str(error), "exit_code": code}
         printed.append(answer)
         codes.append(code)
+        if answer.get("interrupted"):  # Ctrl-C is meant for the whole sweep
+            break
     if any(spec.output == "json" for spec in specs):
         sweep = any(word in ("-m", "--multirun") for word in argv)
         print(json.dumps(printed if sweep else printed[0], indent=2))
@@ -95,4 +97,5 @@ def _run(spec: RunSpec) -> tuple[int, dict[str, object]]:
     from orchestrator.start import start  # late: needs rich and submitit, which a refusal does not
 
     started = start(seen, plan, answer)
-    return started.exit_code, answer | {"run": started.run_dir.name, "run_dir": str(started.run_dir)}
+    answer |= {"run": started.run_dir.name, "run_dir": str(started.run_dir), "interrupted": started.interrupted}
+    return started.exit_code, answer

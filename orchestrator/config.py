@@ -129,7 +129,7 @@ def validate(content: dict[str, Any], choices: Mapping[str, str], overrides: tup
 
 
 def change(spec: RunSpec, overrides: Iterable[str], allowed: tuple[str, ...]) -> RunSpec:
-    """The spec with `key=value` overrides applied to its frozen values, for a resume.
+    """The spec with `key=value` and `group=option` overrides applied to its frozen values, for a resume.
 
     Only keys under `allowed` may change; raises ConfigError for the others, with the reason.
     """
@@ -137,10 +137,16 @@ def change(spec: RunSpec, overrides: Iterable[str], allowed: tuple[str, ...]) ->
     for name in ("launch", "tracking", "oomguard"):
         content[name] = getattr(spec, name).model_dump(mode="json")
     config = OmegaConf.create(content | {"output": spec.output})
+    choices = dict(spec.choices)
     found: list[Problem] = []
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals or OmegaConf.select(config, key, default=_ABSENT) is _ABSENT:
+        option = CONF_DIR / key / f"{value}.yaml"
+        if equals and key in allowed and key in choices and option.exists():
+            _choose(config, choices, key, option)
+        elif equals and key in choices and key in allowed:
+            found.append(not_a_choice(key, value, (path.stem for path in (CONF_DIR / key).glob("*.yaml"))))
+        elif not equals or OmegaConf.select(config, key, default=_ABSENT) is _ABSENT:
             found.append(unknown_key(key, value, leaves(content)))
         elif not any(key == name or key.startswith(f"{name}.") for name in allowed):
             fix = f"A resume may change {', '.join(allowed)}; start a new run for this"
@@ -151,11 +157,20 @@ def change(spec: RunSpec, overrides: Iterable[str], allowed: tuple[str, ...]) ->
         raise ConfigError(found)
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
-    changed = validate({str(k): v for k, v in plain.items()}, spec.choices, spec.overrides)
+    changed = validate({str(k): v for k, v in plain.items()}, choices, spec.overrides)
     return changed.model_copy(update={"name": spec.name})
 
 
 _ABSENT = object()
+
+
+def _choose(config: DictConfig, choices: dict[str, str], group: str, option: Path) -> None:
+    """Another option of a group; a run stays in its folder whatever launch says."""
+    chosen = OmegaConf.load(option)
+    if group == "launch":
+        chosen.runs_dir = config.launch.runs_dir
+    OmegaConf.update(config, group, chosen, merge=False)
+    choices[group] = option.stem
 
 
 def _yaml(value: str) -> dict[str, Any]:

@@ -123,8 +123,21 @@ def test_a_resume_may_change_only_what_is_not_the_training_itself() -> None:
     spec = run_spec("model=tiny")
     assert change(spec, ["budget.max_steps=7"], ("budget",)).train.budget.max_steps == 7
     with pytest.raises(ConfigError, match="it belongs to the training itself"):
+        change(spec, ["model=mega"], ("budget",))
+    with pytest.raises(ConfigError, match="it belongs to the training itself"):
         change(spec, ["model.num_layers=7"], ("budget",))
     with pytest.raises(ConfigError, match=r"Did you mean budget.max_steps\?"):
         change(spec, ["budget.max_stps=7"], ("budget",))
     with pytest.raises(ConfigError, match="greater than or equal to 1"):
         change(spec, ["budget.max_steps=0"], ("budget",))
+
+
+def test_a_resume_may_choose_another_option_of_a_group() -> None:
+    spec = run_spec("model=tiny", "launch.runs_dir=elsewhere", "budget.max_steps=7")
+    changed = change(spec, ["tracking=none", "launch=inline", "budget=smoke"], ("tracking", "launch", "budget"))
+    assert changed.tracking.kind == "none"
+    assert changed.choices["tracking"] == "none"
+    assert (changed.launch.kind, changed.launch.runs_dir) == ("inline", "elsewhere")
+    assert changed.train.budget.max_steps == 20
+    with pytest.raises(ConfigError, match="tracking=mlflow: it is not one of the choices"):
+        change(spec, ["tracking=mlflow"], ("tracking",))

@@ -61,7 +61,7 @@ def followed(run_dir: Path, *, terminal: bool, seconds: float = 0.6) -> str:
 def test_a_steps_line_has_loss_speed_and_peak_against_the_prediction(run_dir: Path) -> None:
     step = recorded.step(run_dir, 3, tokens_per_s=51234.0)
     facts = follow.step_facts(step, recorded.MEASURED, recorded.PREDICTED)
-    assert facts == "loss 2.000  51,234 tokens/s  peak 2.00 GiB of 3.00 GiB predicted"
+    assert facts == "loss 2.000  51,234 tokens/s  peak 2.00 of 3.00 GiB predicted"
     assert "  MFU 42%  " in follow.step_facts(recorded.step(run_dir, 4, mfu=0.42), 1, 1)
 
 
@@ -86,14 +86,14 @@ def test_the_bar_on_a_terminal_shows_step_loss_speed_peak_and_time_left(run_dir:
     trainer.start()
     shown = followed(run_dir, terminal=True, seconds=2.2)
     trainer.join()
-    assert re.search(r"step 4/20 .*loss 1\.500  5,120 tokens/s  peak 2\.00 GiB of 3\.00 GiB predicted 0:00:0\d", shown)
+    assert re.search(r"step 4/20 .*loss 1\.500  5,120 tokens/s  peak 2\.00 of 3\.00 GiB predicted 0:00:0\d", shown)
 
 
 def test_elsewhere_there_is_a_line_for_the_first_step_and_none_for_each_of_the_next(run_dir: Path) -> None:
     for number in range(1, 4):
         recorded.step(run_dir, number)
     shown = followed(run_dir, terminal=False)
-    assert shown == "step 3/20  loss 2.000  5,120 tokens/s  peak 2.00 GiB of 3.00 GiB predicted\n"
+    assert shown == "step 3/20  loss 2.000  5,120 tokens/s  peak 2.00 of 3.00 GiB predicted\n"
 
 
 def test_elsewhere_a_state_that_lasts_is_said_once(run_dir: Path) -> None:

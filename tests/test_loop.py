@@ -453,9 +453,7 @@ def test_a_disk_that_is_full_between_checkpoints_ends_the_run_with_the_reason(tm
     run_dir.mkdir()
     (run_dir / STEPS_FILE).symlink_to("/dev/full")
     assert on_ranks(1, run_dir, _run_rank, small_spec(tmp_path).model_dump_json(), str(run_dir)) == [7]
-    assert (
-        log(run_dir) == f"{run_dir}: No space left on device. Free space there or set launch.runs_dir, then resume.\n"
-    )
+    assert log(run_dir) == f"{run_dir}: No space left on device. Free space there, then resume.\n"
 
 
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path) -> None:

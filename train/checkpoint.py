@@ -70,7 +70,7 @@ def save(run_dir: Path, progress: Progress, module: nn.Module, optimizer: torch.
         _collectively(lambda: shutil.rmtree(aside, ignore_errors=True) if on_first else None)
         raise CheckpointError(
             f"the checkpoint of step {progress.step} could not be written to {folder}: {failure}. "
-            "Free space there or set launch.runs_dir, then resume; complete checkpoints are untouched."
+            "Free space there, then resume; complete checkpoints are untouched."
         )
     return target
 

@@ -174,7 +174,7 @@ def _explanation(run_dir: Path, error: BaseException) -> str | None:
     if isinstance(error, TrainError | CheckpointError | DataError):
         return str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.filename or run_dir}: {error.strerror}. Free space there or set launch.runs_dir, then resume."
+        return f"{error.filename or run_dir}: {error.strerror}. Free space there, then resume."
     return None
 
 

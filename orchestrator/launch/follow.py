@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from orchestrator import ledger
 from orchestrator.errors import ConfigError
@@ -23,6 +23,8 @@ from orchestrator.ledger import RunRecord
 from train.report import StepReport
 
 _POLL_S = 0.2
+_BAR_FROM_COLUMNS = 110
+"""On a narrower terminal the numbers need the room."""
 _PLAIN_EVERY_S = 10.0
 _PLAIN_STATE_AFTER_S = 2.0
 
@@ -38,12 +40,10 @@ class _Bar:
         self.said_at = 0.0
         self.state = ""
         self.state_since = time.monotonic()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
-        )
+        columns: list[ProgressColumn] = [TextColumn("{task.description}"), TextColumn("{task.fields[facts]}")]
+        if console.width >= _BAR_FROM_COLUMNS:
+            columns.insert(1, BarColumn(bar_width=20))
+        columns.append(TimeRemainingColumn())
         self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self.task = self.progress.add_task("queued", total=self.total, facts="")
 
@@ -81,7 +81,13 @@ def step_facts(step: StepReport, peak_bytes: int | None, predicted_bytes: int | 
     facts = f"loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
     if step.mfu is not None:
         facts += f"  MFU {step.mfu:.0%}"
-    return f"{facts}  peak {size(peak_bytes)} of {size(predicted_bytes)} predicted"
+    return f"{facts}  peak {_beside(size(peak_bytes), size(predicted_bytes))} predicted"
+
+
+def _beside(measured: str, predicted: str) -> str:
+    """Two sizes, the unit once where it is the same."""
+    number, _, unit = measured.partition(" ")
+    return f"{number} of {predicted}" if unit and predicted.endswith(f" {unit}") else f"{measured} of {predicted}"
 
 
 def size(count: int | None) -> str:
