@@ -5,6 +5,7 @@ Takes a DeviceSpec as configured, gives the concrete one that the estimate reads
 
 import os
 import re
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,11 @@ from orchestrator.errors import NotSubmittedError
 from orchestrator.project import CONF_DIR
 from train.spec import DeviceSpec, TrainSpec
 
+# A rank's resident set before the model is built, and its growth beside the tensors, by the build of torch: 573 and
+# 155 MiB with 2.14.1 for CUDA, 281 and 72 MiB with 2.13.0 for CPU alone (tests/bench/cpu_resident.py, all rows but
+# mega's in bf16, which has 162 and 80).
+_CUDA_BUILD_BYTES = (600834048, 162529280)
+_CPU_BUILD_BYTES = (294744064, 75497472)
 # NVML's product names and the device files that speak of them.
 _KNOWN_CARDS = (
     (r"A100.*40GB", "a100_40gb"),
@@ -53,10 +59,29 @@ def resolve(spec: TrainSpec) -> TrainSpec:
     device = spec.device
     if device.kind == "auto":
         device = _gpu_here(device) if visible_gpus() else _read(CONF_DIR / "device" / "cpu.yaml")
-    if device.kind == "cpu" and device.usable_bytes is None:
-        share = available_memory_bytes() // spec.parallel.devices_per_node
-        device = device.model_copy(update={"usable_bytes": share})
+    if device.kind == "cpu":
+        device = _cpu_here(device, spec.parallel.devices_per_node)
     return spec.model_copy(update={"device": device})
+
+
+def _cpu_here(device: DeviceSpec, ranks: int) -> DeviceSpec:
+    """What is null of a cpu: a rank's share of the memory, and what torch takes by itself."""
+    context, workspace = _CUDA_BUILD_BYTES if torch_is_built_for_cuda() else _CPU_BUILD_BYTES
+    known = {
+        "usable_bytes": available_memory_bytes() // ranks,
+        "context_bytes": context,
+        "workspace_bytes": workspace,
+    }
+    return device.model_copy(update={k: v for k, v in known.items() if getattr(device, k) is None})
+
+
+def torch_is_built_for_cuda() -> bool:
+    """Whether the torch that is installed brings CUDA's libraries, from its metadata; True where none is installed."""
+    try:
+        needs = metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        return True
+    return any(name.startswith(("nvidia-", "cuda-")) for name in needs)
 
 
 def check_present(spec: TrainSpec) -> None:

@@ -105,3 +105,21 @@ def test_more_ranks_than_gpus_are_refused_with_how_many_there_are(monkeypatch: p
 
 def test_memory_available_is_never_more_than_the_kernel_says() -> None:
     assert 0 < device.available_memory_bytes() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("needs", "context_bytes"),
+    [
+        (["filelock", "cuda-toolkit[cublas]==13.0.3"], 600834048),
+        (["nvidia-cuda-nvrtc-cu12==12.8.93"], 600834048),
+        (["filelock", "sympy"], 294744064),
+        (None, 294744064),
+    ],
+)
+def test_what_torch_takes_by_itself_on_a_cpu_goes_by_its_build(
+    needs: list[str] | None, context_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device.metadata, "requires", lambda name: needs)
+    found = device.resolve(train_spec("device=cpu")).device
+    assert found.context_bytes == context_bytes
+    assert device.resolve(train_spec("device=cpu", "device.context_bytes=5")).device.context_bytes == 5
