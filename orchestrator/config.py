@@ -21,6 +21,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from orchestrator.errors import ConfigError
 from orchestrator.explain import first_line, leaves, not_a_choice, problem_of, unknown_key
@@ -152,7 +153,11 @@ def change(spec: RunSpec, overrides: Iterable[str], allowed: tuple[str, ...]) ->
             fix = f"A resume may change {', '.join(allowed)}; start a new run for this"
             found.append(Problem(key=key, value=value, why="it belongs to the training itself", fix=fix))
         else:
-            OmegaConf.update(config, key, OmegaConf.create({"v": None} | _yaml(value))["v"])
+            try:
+                OmegaConf.update(config, key, OmegaConf.create({"v": None} | _yaml(value))["v"])
+            except (YAMLError, OmegaConfBaseException) as error:
+                why = f"it cannot be read as a value ({first_line(error)})"
+                found.append(Problem(key=key, value=value, why=why, fix="Quote it for the shell and for YAML"))
     if found:
         raise ConfigError(found)
     plain = OmegaConf.to_container(config, resolve=True)

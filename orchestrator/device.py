@@ -34,7 +34,11 @@ _KNOWN_CARDS = (
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Ids of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty without GPUs."""
+    """UUIDs of the GPUs that this process may use, in CUDA_VISIBLE_DEVICES' order; empty without GPUs.
+
+    UUIDs, because a number means another card to CUDA (fastest first) than to NVML (by bus), and because a lease must
+    be on the card whatever it is called.
+    """
     try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
@@ -42,13 +46,17 @@ def visible_gpus() -> tuple[str, ...]:
         return ()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
-        return tuple(str(i) for i in range(count))
+        return tuple(_uuid(i) for i in range(count))
     found: list[str] = []
     for name in (word.strip() for word in named.split(",")):
         if not name or name.startswith("-") or (name.isdigit() and int(name) >= count):
             break  # as CUDA does: what comes after a device that does not exist is not visible
-        found.append(name)
+        found.append(_uuid(int(name)) if name.isdigit() else name)
     return tuple(found)
+
+
+def _uuid(index: int) -> str:
+    return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
 
 
 def resolve(spec: TrainSpec) -> TrainSpec:
@@ -88,7 +96,8 @@ def check_present(spec: TrainSpec) -> None:
     """Raise NotSubmittedError where this machine lacks the devices that a local run needs."""
     if spec.device.kind != "cuda":
         return
-    here = len(visible_gpus())
+    gpus = visible_gpus()
+    here = len(gpus)
     if here == 0:
         raise NotSubmittedError(
             f"device={spec.device.name}: this machine shows no GPU. Set device=cpu or device=auto, "
@@ -98,6 +107,17 @@ def check_present(spec: TrainSpec) -> None:
         raise NotSubmittedError(
             f"parallel.devices_per_node={spec.parallel.devices_per_node}: this machine shows {here} GPUs. "
             f"Set it to at most {here}."
+        )
+    if not torch_is_built_for_cuda():
+        raise NotSubmittedError(
+            f"device={spec.device.name}: the torch that is installed is built for CPU alone. Install one for CUDA, "
+            "or set device=cpu"
+        )
+    total, usable = min(_total_bytes(gpu) for gpu in gpus), spec.device.usable_bytes
+    if usable is not None and usable > total:
+        raise NotSubmittedError(
+            f"device={spec.device.name}: the plan is for {usable} usable bytes, and a GPU of this machine has {total}. "
+            "Set device=auto, or device.usable_bytes to what is there."
         )
 
 
@@ -140,18 +160,31 @@ def _read(path: Path) -> DeviceSpec:
     return DeviceSpec.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
+def _handle(gpu: str) -> object:
+    return pynvml.nvmlDeviceGetHandleByUUID(gpu)
+
+
+def _total_bytes(gpu: str) -> int:
+    return int(pynvml.nvmlDeviceGetMemoryInfo(_handle(gpu)).total)
+
+
 def _gpu_here(auto: DeviceSpec) -> DeviceSpec:
-    """The first visible GPU: its file's numbers where it is known, its free memory as NVML reads it."""
-    name = visible_gpus()[0]
-    by = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-    handle = by(int(name) if name.isdigit() else name)
-    product = str(pynvml.nvmlDeviceGetName(handle))
-    free = int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+    """The smallest of the visible GPUs: its file's numbers where it is known, else what NVML reads.
+
+    All of its memory, not what is free at this moment: a run waits in the queue until the others are gone.
+    """
+    gpu = min(visible_gpus(), key=_total_bytes)
+    product = str(pynvml.nvmlDeviceGetName(_handle(gpu)))
     file = next((file for pattern, file in _KNOWN_CARDS if re.search(pattern, product)), None)
-    if file is None:
-        slug = re.sub(r"[^a-z0-9]+", "_", product.lower()).strip("_")
-        known = auto.model_copy(update={"name": slug, "kind": "cuda"})
-    else:
-        known = _read(CONF_DIR / "device" / f"{file}.yaml")
-    sources = known.sources | {"usable_bytes": f"free memory of GPU {name} as NVML reads it"}
-    return known.model_copy(update={"usable_bytes": free, "sources": sources})
+    if file is not None:
+        return _read(CONF_DIR / "device" / f"{file}.yaml")
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(_handle(gpu))
+    return auto.model_copy(
+        update={
+            "name": re.sub(r"[^a-z0-9]+", "_", product.lower()).strip("_"),
+            "kind": "cuda",
+            "usable_bytes": _total_bytes(gpu),
+            "compute_capability": float(f"{major}.{minor}"),
+            "sources": auto.sources | {"usable_bytes": f"total memory of {gpu} as NVML reads it"},
+        }
+    )

@@ -39,7 +39,7 @@ def as_text(spec: RunSpec, plan: Plan) -> str:
     lines = [f"{spec.name} on {spec.train.device.name}", verdict.reason]
     if plan.over_budget is not None:
         lines.append(f"over budget: {plan.over_budget}")
-    lines += _alternatives(plan)
+    lines += _alternatives(spec, plan)
     if verdict.verdict == "unknown":
         lines.append("refused, because a guess would be worse; oomguard.allow_unknown=true runs it all the same")
     if estimate.peak_device_bytes is not None:
@@ -53,9 +53,13 @@ def as_text(spec: RunSpec, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _alternatives(plan: Plan) -> list[str]:
+def _alternatives(spec: RunSpec, plan: Plan) -> list[str]:
     if plan.verdict.verdict == "does_not_fit" and not plan.alternatives:
-        return ["nothing was found that fits: recomputing all, micro-batches of 1 and 8 devices do not do it"]
+        more = " and more devices" if spec.train.device.kind == "cuda" else ""
+        return [
+            f"nothing was found that fits: recomputing all blocks and micro-batches of 1{more} were tried, within the "
+            "budget. Set a smaller model or train.seq_len."
+        ]
     word = "more room with" if plan.verdict.verdict == "tight" else "fits with"
     return [f"{word:<14} {_one(alternative)}" for alternative in plan.alternatives]
 

@@ -16,6 +16,7 @@ from train.spec import CkptSpec, Spec, TrainSpec
 
 _MOST_ALTERNATIVES = 5
 _MOST_DEVICES = 8
+_OPTION_EVERY = 2  # of conf/ckpt/selective.yaml; tests/test_planner.py composes each alternative
 
 
 class Alternative(Spec):
@@ -61,22 +62,23 @@ def plan(spec: RunSpec, verdict: Verdict) -> Plan:
     wanted = verdict.verdict in ("does_not_fit", "tight")
     return Plan(
         verdict=verdict,
-        alternatives=alternatives(spec.train, verdict.verdict == "tight") if wanted else (),
+        alternatives=alternatives(spec, verdict.verdict == "tight") if wanted else (),
         budget=Budget(device_hours=None, reason="nobody has measured the speed of this config on this device"),
         over_budget=_over_budget(spec.train),
         notes=verdict.estimate.notes,
     )
 
 
-def alternatives(spec: TrainSpec, only_fits: bool) -> tuple[Alternative, ...]:
+def alternatives(spec: RunSpec, only_fits: bool) -> tuple[Alternative, ...]:
     """At most five: recomputing more, then smaller micro-batches, then more devices, then these together.
 
     `only_fits` leaves out those that are tight themselves; otherwise they come only where nothing fits better.
     """
     judged: dict[tuple[str, ...], Alternative] = {}
-    for group in _groups(spec):
+    at_most = len(visible_gpus()) if spec.choices.get("device") == "auto" else _MOST_DEVICES
+    for group in _groups(spec.train, at_most):
         for change in group:
-            found = _judge(change)
+            found = _judge(change, spec.overrides)
             if found is not None and (found.verdict == "fits" or not only_fits):
                 judged.setdefault(found.overrides, found)
                 if found.verdict == "fits":
@@ -96,8 +98,8 @@ def _each_once(found: Iterable[Alternative]) -> list[Alternative]:
     return list(best.values())
 
 
-def _judge(change: _Change) -> Alternative | None:
-    """The change as an alternative, None where it does not fit or passes the budget."""
+def _judge(change: _Change, typed: tuple[str, ...]) -> Alternative | None:
+    """The change as an alternative to what was typed, None where it does not fit or passes the budget."""
     train = change.train
     verdict = oomguard.judge(train, estimate(train), train.device.usable_bytes)
     peak = verdict.estimate.peak_device_bytes
@@ -105,7 +107,7 @@ def _judge(change: _Change) -> Alternative | None:
         return None
     return Alternative.model_validate(
         {
-            "overrides": change.overrides,
+            "overrides": change.overrides + _undone(change, typed),
             "peak_device_bytes": peak,
             "recompute_flops_fraction": recompute_flops_fraction(train),
             "verdict": verdict.verdict,
@@ -113,20 +115,28 @@ def _judge(change: _Change) -> Alternative | None:
     )
 
 
-def _groups(spec: TrainSpec) -> Iterator[Iterator[_Change]]:
+def _undone(change: _Change, typed: tuple[str, ...]) -> tuple[str, ...]:
+    """What was typed about the blocks to recompute and would stand in the way of another ckpt option."""
+    if not any(word.startswith("ckpt=") for word in change.overrides):
+        return ()
+    names = (f"ckpt.{name}" for name in ("every", "layers", "first") if getattr(change.train.ckpt, name) is None)
+    return tuple(f"{n}=null" for n in names if any(word.lstrip("+").startswith(f"{n}=") for word in typed))
+
+
+def _groups(spec: TrainSpec, at_most: int) -> Iterator[Iterator[_Change]]:
     """Ways to save memory; of each way, cheapest first, the first one that fits is taken."""
     unchanged = _Change(overrides=(), train=spec)
     yield _first_blocks(spec)
-    yield iter([c for c in (_selective(unchanged, every=2),) if c is not None])
+    yield _selective(unchanged)
     yield _full(unchanged)
     yield _smaller_micro_batch(unchanged)
     for full in _full(unchanged):
         yield _smaller_micro_batch(full)
-    yield _more_devices(unchanged)
+    yield _more_devices(unchanged, at_most)
     for full in _full(unchanged):
-        yield _more_devices(full)
+        yield _more_devices(full, at_most)
         for smallest in list(_smaller_micro_batch(full))[-1:]:
-            yield _more_devices(smallest)
+            yield _more_devices(smallest, at_most)
 
 
 def _first_blocks(spec: TrainSpec) -> Iterator[_Change]:
@@ -135,34 +145,28 @@ def _first_blocks(spec: TrainSpec) -> Iterator[_Change]:
     now = len(spec.ckpt.layers_recomputed(layers))
     for count in sorted({max(1, -(-layers * eighth // 8)) for eighth in range(1, 8)}):
         if now < count < layers:
-            yield _with_ckpt(spec, "selective", None, count)
+            yield _with_ckpt(spec, "selective", count)
 
 
-def _selective(change: _Change, every: int) -> _Change | None:
+def _selective(change: _Change) -> Iterator[_Change]:
+    """The option as it is, every second block."""
     spec = change.train
-    now = len(spec.ckpt.layers_recomputed(spec.model.num_layers))
-    return _with_ckpt(spec, "selective", every, None) if now < spec.model.num_layers // every else None
+    if len(spec.ckpt.layers_recomputed(spec.model.num_layers)) < spec.model.num_layers // _OPTION_EVERY:
+        yield _with_ckpt(spec, "selective", None)
 
 
 def _full(change: _Change) -> Iterator[_Change]:
     spec = change.train
     if len(spec.ckpt.layers_recomputed(spec.model.num_layers)) < spec.model.num_layers:
-        yield _with_ckpt(spec, "full", None, None)
+        yield _with_ckpt(spec, "full", None)
 
 
-def _with_ckpt(spec: TrainSpec, policy: Literal["selective", "full"], every: int | None, first: int | None) -> _Change:
-    ckpt = CkptSpec(policy=policy, every=every or spec.ckpt.every, layers=None, first=first)
-    words = [f"ckpt={policy}"]
-    if policy == "selective":
-        if spec.ckpt.layers is not None:
-            words.append("ckpt.layers=null")
-        if first is not None:
-            words.append(f"ckpt.first={first}")
-        elif spec.ckpt.first is not None:
-            words.append("ckpt.first=null")
-        if every is not None and spec.ckpt.policy == "selective":
-            words.append(f"ckpt.every={every}")
-    return _Change(overrides=tuple(words), train=spec.model_copy(update={"ckpt": ckpt}))
+def _with_ckpt(spec: TrainSpec, policy: Literal["selective", "full"], first: int | None) -> _Change:
+    """The option with its own settings: every=2 of conf/ckpt/selective.yaml, unless first takes its place."""
+    selective = policy == "selective"
+    ckpt = CkptSpec(policy=policy, every=_OPTION_EVERY if selective else None, layers=None, first=first)
+    words = (f"ckpt={policy}",) if first is None else (f"ckpt={policy}", f"ckpt.first={first}")
+    return _Change(overrides=words, train=spec.model_copy(update={"ckpt": ckpt}))
 
 
 def _smaller_micro_batch(change: _Change) -> Iterator[_Change]:
@@ -173,14 +177,13 @@ def _smaller_micro_batch(change: _Change) -> Iterator[_Change]:
             yield _with_batch(change, micro, loop.grad_accum * (loop.micro_batch // micro), ())
 
 
-def _more_devices(change: _Change) -> Iterator[_Change]:
+def _more_devices(change: _Change, at_most: int) -> Iterator[_Change]:
     """Parameters and optimizer states over more devices of one machine, fewest first."""
     parallel, loop = change.train.parallel, change.train.train
     if change.train.device.kind != "cuda" or parallel.shard != "fsdp":
         return
-    at_most = len(visible_gpus()) or _MOST_DEVICES
     sequences = loop.micro_batch * loop.grad_accum * parallel.world_size
-    for devices in range(parallel.devices_per_node + 1, min(at_most, _MOST_DEVICES) + 1):
+    for devices in range(parallel.devices_per_node + 1, at_most + 1):
         per_rank, rest = divmod(sequences, devices * parallel.nodes)
         if rest or per_rank == 0:
             continue

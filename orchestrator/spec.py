@@ -20,7 +20,7 @@ class LaunchSpec(Spec):
     runs_dir: str
     """Folder of run folders."""
     lease_dir: str | None
-    """Folder of device leases, shared by all who use this machine; null: a fixed one in the temporary folder."""
+    """Folder of device leases, shared by all who use this machine; null: /tmp/orchestrator-leases."""
     cpu_slots: Count | None
     """Slots that CPU ranks may lease; null: the cores this process may use."""
     cpus_per_rank: Count | None

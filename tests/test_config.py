@@ -54,6 +54,8 @@ def test_the_run_is_named_for_its_model_policy_and_batch() -> None:
         ("optim.lr=fast", ("optim.lr=fast", "number")),
         ("train.precision=fp16", ("train.precision=fp16", "Choices: bf16, bf16_mixed, fp32")),
         ("output=yaml", ("output=yaml", "Choices: json, text")),
+        ("ckpt.first=2", ("ckpt.first=2", "this run has ckpt=none", "Set ckpt=selective")),
+        ("model.name=../esc", ("model.name=../esc", "match")),
         ("model.d_model=???", ("model.d_model=???", "it has no value", "Set model.d_model=")),
         ("~train.seed", ("train.seed", "it has no value")),
         ("train.seq_len=${nope}", ("train.seq_len", "nope")),
@@ -130,6 +132,9 @@ def test_a_resume_may_change_only_what_is_not_the_training_itself() -> None:
         change(spec, ["budget.max_stps=7"], ("budget",))
     with pytest.raises(ConfigError, match="greater than or equal to 1"):
         change(spec, ["budget.max_steps=0"], ("budget",))
+    for value in ("[1", "a: b", "${x}"):
+        with pytest.raises(ConfigError, match=r"budget\.max_steps"):
+            change(spec, [f"budget.max_steps={value}"], ("budget",))
 
 
 def test_a_resume_may_choose_another_option_of_a_group() -> None:

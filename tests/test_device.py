@@ -13,7 +13,7 @@ GIB = 1024**3
 
 
 def fake_nvml(monkeypatch: pytest.MonkeyPatch, *products: str) -> None:
-    """A machine with these cards, each with 10 GiB free."""
+    """A machine with these cards of 80, 79, ... GiB, all in use."""
 
     class NVMLError(Exception):
         pass
@@ -26,10 +26,12 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, *products: str) -> None:
         NVMLError=NVMLError,
         nvmlInit=init,
         nvmlDeviceGetCount=lambda: len(products),
-        nvmlDeviceGetHandleByIndex=lambda index: products[index],
-        nvmlDeviceGetHandleByUUID=lambda uuid: products[int(uuid.removeprefix("GPU-"))],
-        nvmlDeviceGetName=lambda handle: handle,
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(free=10 * GIB),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda index: f"GPU-{index}",
+        nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid.removeprefix("GPU-")),
+        nvmlDeviceGetName=lambda index: products[index],
+        nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(free=1, total=(80 - index) * GIB),
+        nvmlDeviceGetCudaComputeCapability=lambda index: (7, 5),
     )
     monkeypatch.setattr(device, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -52,21 +54,25 @@ def test_usable_bytes_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert device.resolve(train_spec("device=cpu", "device.usable_bytes=7")).device.usable_bytes == 7
 
 
-def test_auto_is_the_card_that_is_there_with_its_files_numbers_and_its_free_memory(
+def test_auto_is_the_card_that_is_there_with_its_files_numbers_also_while_it_is_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_nvml(monkeypatch, "NVIDIA A100-SXM4-40GB")
+    assert device.resolve(train_spec("device=auto")).device == train_spec("device=a100_40gb").device
+
+
+def test_auto_is_the_smallest_of_several_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, "NVIDIA H200", "Tesla T4")
     found = device.resolve(train_spec("device=auto")).device
-    assert (found.name, found.kind, found.usable_bytes) == ("a100_40gb", "cuda", 10 * GIB)
-    assert found.context_bytes == train_spec("device=a100_40gb").device.context_bytes
+    assert (found.name, found.usable_bytes, found.compute_capability) == ("tesla_t4", 79 * GIB, 7.5)
     assert "NVML" in found.sources["usable_bytes"]
 
 
 @pytest.mark.parametrize("product", ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA H200", "NVIDIA GeForce RTX 4090 D"])
-def test_a_card_without_a_file_has_only_its_free_memory(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_without_a_file_has_only_what_nvml_reads(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml(monkeypatch, product)
     found = device.resolve(train_spec("device=auto")).device
-    assert (found.kind, found.usable_bytes) == ("cuda", 10 * GIB)
+    assert (found.kind, found.usable_bytes) == ("cuda", 80 * GIB)
     assert found.context_bytes is None
     assert found.peak_flops_bf16 is None
 
@@ -74,12 +80,12 @@ def test_a_card_without_a_file_has_only_its_free_memory(product: str, monkeypatc
 @pytest.mark.parametrize(
     ("variable", "visible"),
     [
-        (None, ("0", "1", "2")),
-        ("2,0", ("2", "0")),
+        (None, ("GPU-0", "GPU-1", "GPU-2")),
+        ("2,0", ("GPU-2", "GPU-0")),
         ("GPU-1", ("GPU-1",)),
         ("", ()),
         ("-1", ()),
-        ("0,7,1", ("0",)),
+        ("0,7,1", ("GPU-0",)),
     ],
 )
 def test_visible_gpus_are_those_that_cuda_would_see(
@@ -123,3 +129,19 @@ def test_what_torch_takes_by_itself_on_a_cpu_goes_by_its_build(
     found = device.resolve(train_spec("device=cpu")).device
     assert found.context_bytes == context_bytes
     assert device.resolve(train_spec("device=cpu", "device.context_bytes=5")).device.context_bytes == 5
+
+
+def test_a_run_planned_for_a_larger_card_than_is_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(device, "torch_is_built_for_cuda", lambda: True)
+    spec = train_spec("device=h100_80gb", f"device.usable_bytes={81 * GIB}")
+    with pytest.raises(NotSubmittedError, match=rf"usable bytes, and a GPU of this machine has {80 * GIB}"):
+        device.check_present(spec)
+    device.check_present(train_spec("device=a100_40gb"))
+
+
+def test_a_gpu_run_with_a_torch_for_cpu_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(device, "torch_is_built_for_cuda", lambda: False)
+    with pytest.raises(NotSubmittedError, match="built for CPU alone"):
+        device.check_present(train_spec("device=a100_40gb"))

@@ -29,7 +29,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def queued(folder: Path) -> int:
     """Tickets in the queue."""
-    queue = folder / "queue"
+    queue = folder / "queue-cpu"
     return len([path for path in queue.iterdir() if not path.name.startswith(".")]) if queue.exists() else 0
 
 
@@ -214,11 +214,32 @@ def hold_as(user: int, folder: Path, submitted_at: float, said: Path) -> None:
     (folder / "queue" / f"{0:020d}-{user}").touch()
 
 
-def test_the_default_folder_is_this_users_and_needs_no_name_for_him(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr("os.getuid", lambda: 54321)  # as in a container without an entry for it
-    assert default_folder().name == "orchestrator-leases-54321"
+def test_the_default_folder_is_one_for_the_machine_whatever_tmpdir_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = default_folder()
+    monkeypatch.setenv("TMPDIR", "/somewhere/else")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert default_folder() == before
+
+
+def test_a_run_that_waits_for_gpus_holds_up_no_cpu_run(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.touch()
+    both = [FORK.Process(target=_lease_a_gpu, args=(tmp_path, at, held), daemon=True) for at in (0.0, 1.0)]
+    for process in both:
+        process.start()
+    queue = tmp_path / "queue-gpu"
+    until(lambda: (tmp_path / "gpu:a").exists() and queue.exists() and len(list(queue.iterdir())) == 1)
+    with lease(["cpu:0"], 1, folder=tmp_path, submitted_at=2) as leased:
+        assert leased.ids == ("cpu:0",)
+    held.unlink()
+    for process in both:
+        process.join(10)
+
+
+def _lease_a_gpu(folder: Path, submitted_at: float, held: Path) -> None:
+    with lease(["gpu:a"], 1, folder=folder, submitted_at=submitted_at):
+        while held.exists():
+            time.sleep(0.01)
 
 
 def test_a_lease_folder_that_cannot_be_made_is_refused_with_its_key(tmp_path: Path) -> None:

@@ -169,6 +169,9 @@ def test_what_nobody_measured_is_assumed_at_its_highest_and_said() -> None:
         (("parallel.cpu_offload=true",), "parallel.cpu_offload"),
         (("model=llama3_8b",), "model.num_kv_heads"),
         (("model.head_dim=512",), "model.head_dim"),
+        (("model.head_dim=60",), "model.head_dim"),
+        (("device=v100_16gb", BF16), "device.compute_capability"),
+        (("device.compute_capability=null", BF16), "device.compute_capability"),
     ],
 )
 def test_a_setting_without_a_formula_is_unknown_and_named(overrides: tuple[str, ...], key: str) -> None:

@@ -79,4 +79,4 @@ def test_where_nothing_fits_the_text_says_so() -> None:
 def test_a_tight_run_is_warned_and_offered_room() -> None:
     text = as_text(*judge(run_spec("model=behemoth", "device=a100_40gb", "train.micro_batch=15")))
     assert "tight: " in text
-    assert "more room with ckpt=selective ckpt.first=8" in text
+    assert "more room with ckpt=selective" in text

@@ -56,8 +56,8 @@ def test_recomputing_comes_before_smaller_micro_batches_and_these_before_more_de
 
 def test_as_few_blocks_recompute_as_will_do() -> None:
     run = ("model=behemoth", "device=a100_40gb", "train.micro_batch=15")
-    assert plan_of(*run).alternatives[0].overrides == ("ckpt=selective", "ckpt.first=8")
-    assert plan_of(*run, "ckpt=selective", "ckpt.first=4").verdict.verdict == "tight"
+    assert plan_of(*run).alternatives[0].overrides == ("ckpt=selective", "ckpt.first=16")
+    assert plan_of(*run, "ckpt=selective", "ckpt.first=12").verdict.verdict == "tight"
 
 
 def test_a_run_that_fits_has_no_alternatives() -> None:
@@ -89,7 +89,10 @@ def test_a_run_that_recomputes_more_than_its_budget_is_over_it() -> None:
 
 def test_only_the_devices_of_this_machine_are_offered_where_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "visible_gpus", lambda: ("0", "1"))
-    words = [word for a in plan_of(*TOO_LARGE).alternatives for word in a.overrides if word.startswith("parallel.")]
+    seen, named = preflight(run_spec(*TOO_LARGE))
+    here = seen.model_copy(update={"choices": seen.choices | {"device": "auto"}})
+    found = planner.plan(here, named.verdict).alternatives
+    words = [word for a in found for word in a.overrides if word.startswith("parallel.")]
     assert set(words) == {"parallel.devices_per_node=2"}
 
 

@@ -96,7 +96,16 @@ def _check_model(model: ModelSpec) -> list[Problem]:
 
 def _check_ckpt(model: ModelSpec, ckpt: CkptSpec) -> list[Problem]:
     if ckpt.policy != "selective":
-        return []
+        return [
+            _problem(
+                f"ckpt.{name}",
+                getattr(ckpt, name),
+                f"it chooses blocks for ckpt=selective, and this run has ckpt={ckpt.policy}",
+                "Set ckpt=selective, or leave it out (null)",
+            )
+            for name in ("every", "layers", "first")
+            if getattr(ckpt, name) is not None
+        ]
     found = []
     if ckpt.layers is not None and ckpt.first is not None:
         found.append(

@@ -125,6 +125,7 @@ def _join(spec: TrainSpec, timeout_s: float) -> torch.device:
     if on_gpu:
         device = torch.device("cuda", _int_variable("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its workspace is in no formula; flash is
     else:
         device = torch.device("cpu")
         return_freed_memory()

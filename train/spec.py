@@ -24,8 +24,8 @@ class Spec(BaseModel):
 class ModelSpec(Spec):
     """Architecture of a decoder-only transformer; two families, by norm / mlp / position."""
 
-    name: str
-    """Readable name, used in run names."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Readable name, used in run names; letters, digits, dot, dash, underscore."""
     num_layers: Count
     """Number of transformer blocks."""
     d_model: Count
@@ -186,6 +186,8 @@ class DeviceSpec(Spec):
     """What NCCL takes once there is more than one rank."""
     workspace_bytes: NonNegativeInt | None
     """cuBLAS workspace kept through the allocator."""
+    compute_capability: PositiveFloat | None
+    """CUDA compute capability, major.minor; decides which attention kernels torch may take. Null on cpu."""
     peak_flops_fp32: PositiveFloat | None
     """Peak FLOP/s in fp32."""
     peak_flops_bf16: PositiveFloat | None

@@ -4,6 +4,7 @@ Takes the project's folder, gives a Frozen. The copy holds what git tracks and w
 its content, built aside and renamed.
 """
 
+import filecmp
 import hashlib
 import os
 import shutil
@@ -42,10 +43,11 @@ def freeze(source: Path, runs_dir: Path) -> Frozen:
 
     Raises NotSubmittedError where the source cannot be read, OSError where the copy cannot be written.
     """
-    tracked, untracked = (_outside(names, source, runs_dir) for names in _files(source))
+    ours = "orchestrator/__init__.py" in _listed(source, "--cached")
+    tracked, untracked = (_outside(names, source, runs_dir) for names in _files(source, ours))
     code = _copy(source, sorted({*tracked, *untracked}), copies(runs_dir))
     head = _git(source, "rev-parse", "--verify", "--quiet", "HEAD")
-    known = head is not None and head.returncode == 0
+    known = ours and head is not None and head.returncode == 0
     return Frozen(
         code=code,
         commit=head.stdout.decode().strip() if head is not None and known else None,
@@ -69,15 +71,14 @@ def _git(
         return None
 
 
-def _files(source: Path) -> tuple[list[str], list[str]]:
-    """Names of files that git tracks, and of those that it neither tracks nor ignores."""
-    tracked, untracked = (
-        _listed(source, "--cached"),
-        _listed(source, "--others", "--exclude-standard"),
-    )
-    if "orchestrator/__init__.py" in {*tracked, *untracked}:
-        return tracked, untracked
-    # Installed as a package, or no git at hand: the packages themselves.
+def _files(source: Path, ours: bool) -> tuple[list[str], list[str]]:
+    """Names of files that git tracks, and of those that it neither tracks nor ignores.
+
+    Where git does not track this source (`ours` is false: no git, or installed inside somebody else's repository, whose
+    commit and files say nothing of it) those of the packages alone.
+    """
+    if ours:
+        return _listed(source, "--cached"), _listed(source, "--others", "--exclude-standard")
     paths = [path for package in _PACKAGES for path in (source / package).rglob("*") if path.is_file()]
     return [str(path.relative_to(source)) for path in paths if "__pycache__" not in path.parts], []
 
@@ -113,8 +114,10 @@ def _copy(source: Path, names: Sequence[str], beside: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             digest.update(os.fsencode(name) + b"\0" + _copy_file(source / name, target))
         code = beside / digest.hexdigest()[:20]
+        aside.chmod(0o755)
+        if code.exists() and not _is_copy(code, names, aside):
+            shutil.rmtree(code)  # somebody has changed it
         try:
-            aside.chmod(0o755)
             aside.rename(code)
         except OSError:
             if not code.exists():  # it has been there, or another launch was first
@@ -122,6 +125,11 @@ def _copy(source: Path, names: Sequence[str], beside: Path) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return code
+
+
+def _is_copy(code: Path, names: Sequence[str], again: Path) -> bool:
+    _, different, missing = filecmp.cmpfiles(code, again, names, shallow=False)
+    return not different and not missing
 
 
 def _copy_file(path: Path, target: Path) -> bytes:

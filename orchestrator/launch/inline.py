@@ -18,6 +18,8 @@ from train.report import StepReport
 
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLOO_SOCKET_IFNAME")
 
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def run(run_dir: Path, spec: RunSpec, submission: Submission, on_step: Callable[[StepReport], None]) -> ExitRecord:
     """Lease, train to the end, write exit.<attempt>.json; raises OSError where the folder cannot be written."""
@@ -49,6 +51,8 @@ def _attempt(
         write(run_dir / f"node.{submission.attempt}.json", this_process(leased.ids, (os.getpid(),)))
         environment = rank_environment(submission, leased.ids)
         os.environ.update({name: environment[name] for name in _VARIABLES if name in environment})
+        for name in _RANK_VARIABLES:  # one rank, also inside a torchrun or a Slurm job
+            os.environ.pop(name, None)
         from orchestrator.launch.worker import work  # late: imports torch, after CUDA_VISIBLE_DEVICES is set
 
         code = work(run_dir, submission.attempt, asked, on_step)

@@ -17,28 +17,20 @@ from pathlib import Path
 from orchestrator.errors import NotSubmittedError
 
 _POLL_S = 0.1
-_QUEUE = "queue"
 
 
 def default_folder() -> Path:
-    """Shared by all runs of this user on this machine, whatever their runs folder."""
-    return Path(tempfile.gettempdir()) / f"orchestrator-leases-{os.getuid()}"
+    """One folder a machine, for all its users and whatever their TMPDIR: else two queues lease the same device."""
+    return Path("/tmp/orchestrator-leases")
 
 
 def folder_of(lease_dir: str | None) -> Path:
-    """The folder of launch.lease_dir, made where it is missing; raises NotSubmittedError where that fails.
-
-    One that is named is for all users of the machine: whoever makes it, makes it theirs too.
-    """
+    """The folder of launch.lease_dir, made where it is missing; raises NotSubmittedError where that fails."""
     folder = default_folder() if lease_dir is None else Path(lease_dir).expanduser().absolute()
-    mode = 0o700 if lease_dir is None else 0o777
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for path in (folder, folder / _QUEUE):
-            with contextlib.suppress(FileExistsError):
-                path.mkdir()
-                path.chmod(mode)
-        with tempfile.TemporaryFile(dir=folder / _QUEUE):
+        _make(folder)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise NotSubmittedError(
@@ -46,6 +38,13 @@ def folder_of(lease_dir: str | None) -> Path:
             "started. Set launch.lease_dir to a folder that you can write."
         ) from error
     return folder
+
+
+def _make(folder: Path) -> None:
+    """A folder for all users: whoever makes it, makes it theirs too."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+        folder.chmod(0o777)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +75,9 @@ def lease(
     `submitted_at`, seconds since the epoch, is the place in the queue. Raises StoppedWaitingError.
     """
     assert 0 < count <= len(ids)
-    queue = folder / _QUEUE
-    queue.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    queue = folder / f"queue-{ids[0].partition(':')[0]}"  # those who wait for GPUs hold up no CPU run
+    _make(queue)
     ticket = queue / f"{int(submitted_at * 1e6):020d}-{os.getpid()}"
     unnamed = queue / f".{ticket.name}"  # locked before others can see it
     ticket_lock = _lock(unnamed)

@@ -55,7 +55,8 @@ def plan_submission(spec: RunSpec, attempt: int, command: tuple[str, ...], froze
 
 def cpu_slots(spec: RunSpec) -> int:
     """CPU slots of this machine, as configured or the cores this process may use."""
-    return spec.launch.cpu_slots or len(os.sched_getaffinity(0))
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return spec.launch.cpu_slots or allowed
 
 
 def check_machine(spec: RunSpec) -> None:

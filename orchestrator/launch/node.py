@@ -110,7 +110,8 @@ def rank_environment(submission: Submission, leased: Sequence[str]) -> dict[str,
     if submission.threads_per_rank is not None:
         env["OMP_NUM_THREADS"] = str(submission.threads_per_rank)
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve each other's ranks
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to an address gloo cannot use
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        env.setdefault("GLOO_SOCKET_IFNAME", loopback)  # the host's name may resolve to an address gloo cannot use
     return env
 
 

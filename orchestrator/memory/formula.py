@@ -15,6 +15,8 @@ _HIGHEST_CONTEXT_BYTES = int(1.3 * GIB)
 _HIGHEST_NCCL_BYTES = 2 * GIB
 _SM90_WORKSPACE_BYTES = 33554432
 _FLASH_MAX_HEAD_DIM = 256
+_FLASH_HEAD_DIM_STEP = 8
+_FLASH_CAPABILITY = 8.0
 
 
 def estimate(spec: TrainSpec) -> MemoryEstimate:
@@ -117,16 +119,28 @@ def _without_formula(spec: TrainSpec) -> tuple[Problem, ...]:
 
 
 def _unknown_kernel(spec: TrainSpec) -> list[Problem]:
-    """On CUDA torch picks the attention kernel; the formula is for those that keep no scores."""
-    model = spec.model
+    """On CUDA torch picks the attention kernel; the formula is for those that keep no scores and no padded copies.
+
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (check_head_dim_size_flash, check_sm_version,
+    check_mem_efficient_hardware_support, and pad_last_dim in attention.cpp).
+    """
+    model, loop, capability = spec.model, spec.train, spec.device.compute_capability
     if spec.device.kind != "cuda" or model.attention != "sdpa":
         return []
-    if model.head_dim > _FLASH_MAX_HEAD_DIM:
-        why = f"no fused attention kernel takes heads wider than {_FLASH_MAX_HEAD_DIM}, and torch's fallback differs"
-        fix = "Set model.attention=math"
-        return [Problem(key="model.head_dim", value=str(model.head_dim), why=why, fix=fix)]
-    if model.num_kv_heads != model.num_heads and spec.train.precision == "fp32":
-        why = "in fp32 no fused attention kernel takes grouped key-value heads, and torch's fallback differs"
-        fix = "Set train.precision=bf16_mixed, or model.attention=math"
-        return [Problem(key="model.num_kv_heads", value=str(model.num_kv_heads), why=why, fix=fix)]
-    return []
+    found = []
+
+    def no(key: str, value: object, why: str, fix: str) -> None:
+        found.append(Problem(key=key, value="null" if value is None else str(value), why=why, fix=fix))
+
+    by_scores = "or model.attention=math"
+    if model.head_dim > _FLASH_MAX_HEAD_DIM or model.head_dim % _FLASH_HEAD_DIM_STEP:
+        why = f"fused attention takes heads of a multiple of 8 up to {_FLASH_MAX_HEAD_DIM} numbers without a copy"
+        no("model.head_dim", model.head_dim, why, f"Set it to such a number, {by_scores}")
+    if loop.precision == "fp32" and model.num_kv_heads != model.num_heads:
+        why = "in fp32 not every torch has a fused attention kernel for grouped key-value heads"
+        no("model.num_kv_heads", model.num_kv_heads, why, f"Set train.precision=bf16_mixed, {by_scores}")
+    if loop.precision != "fp32" and (capability is None or capability < _FLASH_CAPABILITY):
+        why = f"fused attention in bf16 needs a compute capability of {_FLASH_CAPABILITY}"
+        fix = f"Set train.precision=fp32, {by_scores}"
+        no("device.compute_capability", capability, why, fix if capability else f"Set it, {by_scores}")
+    return found
