@@ -5,6 +5,7 @@ Takes a RunRecord and overrides, gives an exit code. Tokens per optimizer step s
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from orchestrator import config, ledger, output
 from orchestrator.errors import ConfigError, ExitCode, NotSubmittedError
@@ -13,7 +14,8 @@ from orchestrator.ledger import RunRecord
 from orchestrator.preflight import judge, verdict_code
 from orchestrator.spec import RunSpec
 from orchestrator.start import launch, prepare_data
-from train.spec import Problem
+from train.corpus import TOKENS_FILE, Corpus
+from train.spec import Problem, as_typed
 
 _MAY_CHANGE = (
     "parallel",
@@ -62,9 +64,31 @@ def _resume(record: RunRecord, overrides: Sequence[str]) -> int:
         return code
     local.check_machine(judged)
     folder.check_space(judged, record.run_dir)
-    corpus = prepare_data(judged)
+    corpus = _corpus_of(record, judged)
     answer = output.as_json(judged, plan)
     return launch(judged, record.run_dir, corpus, attempt=record.attempt + 1, plan=plan, answer=answer).exit_code
+
+
+def _corpus_of(record: RunRecord, spec: RunSpec) -> Corpus:
+    """The tokens that the run was started with; made again where they are gone, and refused where they differ then."""
+    kept = record.run_dir / folder.CORPUS_FILE
+    if not kept.exists():  # its launch was cut short
+        return prepare_data(spec)
+    before = Corpus.model_validate_json(kept.read_text(encoding="utf-8"))
+    moved = record.run_dir.parent / ".data" / Path(before.folder).name
+    for place in (Path(before.folder), moved):
+        if (place / TOKENS_FILE).exists():
+            return before.model_copy(update={"folder": str(place)})
+    again = prepare_data(spec)
+    if again.data_fingerprint != before.data_fingerprint:
+        raise ConfigError(
+            [
+                f"data.path={as_typed(spec.train.data.path)}: {record.name} was trained on other tokens (fingerprint "
+                f"{before.data_fingerprint[:12]}, now {again.data_fingerprint[:12]}). Restore the files, or start a "
+                "new run."
+            ]
+        )
+    return again
 
 
 def _as_chosen(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:

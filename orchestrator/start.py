@@ -41,7 +41,7 @@ def start(spec: RunSpec, plan: Plan, answer: dict[str, object]) -> Started:
     local.check_machine(spec)
     folder.check_space(spec)
     corpus = prepare_data(spec)
-    spec, run_dir = folder.claim(spec)
+    spec, run_dir = folder.claim(_with_absolute_paths(spec))
     return launch(spec, run_dir, corpus, attempt=1, plan=plan, answer=answer)
 
 
@@ -73,6 +73,21 @@ def launch(
         record = follow(run_dir, console, interrupts)
         _say(console, ending(record))
     return Started(run_dir=run_dir, exit_code=exit_code(record), interrupted=interrupts.count > 0)
+
+
+def _with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """The spec as any other shell, in any other folder, can use it."""
+    data = spec.train.data
+
+    def absolute(name: str) -> str:
+        return str(Path(name).expanduser().absolute())
+
+    path = data.path
+    if path is not None:
+        path = absolute(path) if isinstance(path, str) else tuple(absolute(name) for name in path)
+    tokenizer = data.tokenizer if data.tokenizer == "bytes" else absolute(data.tokenizer)
+    data = data.model_copy(update={"path": path, "tokenizer": tokenizer})
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"data": data})})
 
 
 def prepare_data(spec: RunSpec) -> Corpus:

@@ -100,7 +100,10 @@ def test_a_sweep_leaves_no_files_of_hydras(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refused_run_gives_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_run_gives_json_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("orchestrator.device.visible_gpus", lambda: ())
     words = ["model=tiny", "device=a100_40gb", "output=json", f"launch.runs_dir={tmp_path}/runs"]
     assert main(words) == 6
     captured = capsys.readouterr()

@@ -189,7 +189,7 @@ def test_a_repository_without_a_commit_has_no_patch(source: Path, tmp_path: Path
     git(source, "init", "--quiet")
     frozen = freeze(source, tmp_path / "runs")
     assert (frozen.commit, frozen.patch) == (None, "")
-    assert "picture.bin" in files(frozen.code)
+    assert "train/__init__.py" in files(frozen.code)
 
 
 def test_without_git_at_hand_the_packages_are_copied(
@@ -218,3 +218,25 @@ def test_a_patch_that_git_cannot_make_is_refused_rather_than_left_out(source: Pa
     os.truncate(tree, 0)
     with pytest.raises(NotSubmittedError, match=r"git cannot tell .* differs from its commit .*See: git -C .* fsck"):
         freeze(source, tmp_path / "runs")
+
+
+def test_installed_in_somebody_elses_repository_its_commit_and_files_are_left_alone(
+    source: Path, tmp_path: Path
+) -> None:
+    installed = source / "venv" / "site-packages"
+    for package in ("orchestrator", "train", "conf"):
+        (installed / package).mkdir(parents=True)
+        (installed / package / "__init__.py").write_text("installed = 1\n")
+    (installed / "another.py").write_text("not ours\n")
+    frozen = freeze(installed, tmp_path / "runs")
+    assert (frozen.commit, frozen.patch) == (None, "")
+    assert set(files(frozen.code)) == {f"{package}/__init__.py" for package in ("orchestrator", "train", "conf")}
+
+
+def test_a_copy_that_somebody_has_changed_is_made_anew(source: Path, tmp_path: Path) -> None:
+    before = freeze(source, tmp_path / "runs").code
+    (before / "train" / "__init__.py").unlink()
+    (before / "conf" / "config.yaml").write_text("a: 2\n")
+    again = freeze(source, tmp_path / "runs").code
+    assert again == before
+    assert files(again) == files(source)

@@ -211,7 +211,7 @@ def hold_as(user: int, folder: Path, submitted_at: float, said: Path) -> None:
     os.umask(0o022)
     os.setuid(user)
     hold(folder_of(str(folder)), 1, 1, submitted_at, said, None)
-    (folder / "queue" / f"{0:020d}-{user}").touch()
+    (folder / "queue-cpu" / f"{0:020d}-{user}").touch()
 
 
 def test_the_default_folder_is_one_for_the_machine_whatever_tmpdir_says(monkeypatch: pytest.MonkeyPatch) -> None:

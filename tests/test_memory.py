@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.memory.block import block_ops, setting
 from orchestrator.memory.formula import estimate, recompute_flops_fraction
 from orchestrator.memory.graph import Op, footprint
 from orchestrator.memory.step import moments
 from orchestrator.project import CONF_DIR
-from tests.live_bytes import resume_peak, step_peaks
-from tests.small_run import on_ranks, one_rank
+from tests.live_bytes import LiveBytes, resume_peak, step_peaks
+from tests.small_run import on_ranks, one_rank, small_spec, surroundings
 from tests.specs import train_spec
+from train.loop import _Attempt
 from train.spec import TrainSpec
 
 GELU = ("model=tiny", "model.num_layers=3", "train.micro_batch=4", "train.seq_len=128", "device=cpu")
@@ -112,13 +112,22 @@ def test_predicted_peaks_hold_for_sharded_ranks(world: int, tmp_path: Path) -> N
         check_peaks(spec, real)
 
 
-def test_full_checkpointing_keeps_only_block_inputs() -> None:
-    spec = train_spec(*GELU, "ckpt=full")
-    here = setting(spec)
-    block = footprint(block_ops(here), here.hidden_bytes)
-    last = next(m for m in moments(spec) if m.name == "logits")
-    none = next(m for m in moments(train_spec(*GELU)) if m.name == "logits")
-    assert none.activations - last.activations == 3 * (block.kept_bytes - block.input_bytes)
+def test_the_predicted_peak_is_that_of_the_loops_own_step(tmp_path: Path) -> None:
+    spec = small_spec(tmp_path, "train.seq_len=64", "train.micro_batch=8", "ckpt=selective")
+    with one_rank():
+        attempt = _Attempt(spec, surroundings(spec, tmp_path / "run"))
+        attempt._step()
+        live = LiveBytes()
+        for parameter in attempt.module.parameters():
+            live.add(parameter)
+        for state in attempt.optimizer.state.values():
+            for tensor in state.values():
+                live.add(tensor)
+        with live:
+            live.start_phase()
+            attempt._step()
+        attempt.sequences.close()
+    assert max(m.total_bytes for m in moments(spec) if m.phase != "resume") == pytest.approx(live.peak, rel=0.01)
 
 
 def test_the_peak_falls_with_every_block_that_recomputes_where_activations_rule() -> None:

@@ -1,5 +1,6 @@
 """What a resume keeps, what it may change, and when it is refused before anything happens."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 from orchestrator import cli, ledger
 from orchestrator.errors import ConfigError, NotSubmittedError
 from orchestrator.launch import folder
+from orchestrator.ledger import RunRecord
 from orchestrator.project import SOURCE_ROOT
-from orchestrator.resume import keep_tokens_per_step, resume_run
+from orchestrator.resume import _corpus_of, keep_tokens_per_step, resume_run
 from orchestrator.spec import RunSpec
+from orchestrator.start import prepare_data
 from tests import recorded
 from tests.specs import run_spec
 
@@ -191,3 +194,28 @@ def test_usable_bytes_that_were_typed_stay(run_dir: Path, capsys: pytest.Capture
     assert resume_run(ledger.read(run_dir), ["device.usable_bytes=1000"]) == 3
     assert "does not fit" in capsys.readouterr().err
     assert psutil.virtual_memory().available > 1000
+
+
+def test_a_resume_uses_the_tokens_of_the_start_whatever_became_of_the_files(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 2000)
+    spec = run_spec("data=text", f"data.path={text}", "model=tiny", f"launch.runs_dir={tmp_path / 'runs'}")
+    corpus = prepare_data(spec)
+    run_dir = tmp_path / "runs" / "one"
+    run_dir.mkdir()
+    (run_dir / "corpus.json").write_text(corpus.model_dump_json())
+    record = recorded_run(run_dir, spec)
+    text.write_text("other words " * 2000)
+    assert _corpus_of(record, spec) == corpus
+    moved = tmp_path / "moved"
+    (tmp_path / "runs").rename(moved)
+    assert _corpus_of(recorded_run(moved / "one", spec), spec).data_fingerprint == corpus.data_fingerprint
+    shutil.rmtree(moved / ".data")
+    with pytest.raises(ConfigError, match="was trained on other tokens"):
+        _corpus_of(recorded_run(moved / "one", spec), spec)
+
+
+def recorded_run(run_dir: Path, spec: RunSpec) -> RunRecord:
+    """A run folder with nothing but its spec and its corpus, read back."""
+    (run_dir / "spec.json").write_text(spec.model_dump_json())
+    return ledger.read(run_dir)

@@ -24,7 +24,7 @@ from train.evaluation import cross_entropy, evaluate, nats_per_byte
 from train.measure import MemoryMeter
 from train.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from train.parallel import build_sharded
-from train.report import STEPS_FILE, StepReport, TrainReport, append_step
+from train.report import STEPS_FILE, StepReport, TrainReport, append_step, read_steps
 from train.spec import TrainSpec
 
 
@@ -252,7 +252,17 @@ def _start(here: Surroundings, module: nn.Module, optimizer: torch.optim.Optimiz
             f"{here.corpus.data_fingerprint[:12]}). Restore the files of data.path, or start a new run."
         )
     here.say(f"continuing from {found.name}, {progress.tokens} tokens seen")
-    return checkpoint.load(found, module, optimizer)
+    return _with_time_lost(checkpoint.load(found, module, optimizer), here.run_dir)
+
+
+def _with_time_lost(progress: Progress, run_dir: Path) -> Progress:
+    """The progress of a checkpoint with the time of the steps that were made after it and are made again."""
+    steps = read_steps(run_dir / STEPS_FILE)
+    lost_s = max((s.wall_time_s for s in steps), default=0.0) - progress.wall_time_s
+    if lost_s <= 0:
+        return progress
+    hours = progress.device_hours + lost_s * dist.get_world_size() / 3600
+    return progress.model_copy(update={"wall_time_s": progress.wall_time_s + lost_s, "device_hours": hours})
 
 
 def _mfu(spec: TrainSpec, step_time_s: float) -> float | None:

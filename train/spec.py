@@ -162,7 +162,7 @@ class BudgetSpec(Spec):
     max_tokens: Count | None
     """Training tokens over all ranks."""
     max_wall_time_s: PositiveFloat | None
-    """Seconds of wall time over all attempts."""
+    """Seconds of training over all attempts; start-up and the last evaluation and checkpoint come on top."""
     max_device_hours: PositiveFloat | None
     """Hours times devices over all attempts."""
     max_device_memory_fraction: Fraction
