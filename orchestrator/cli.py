@@ -1,7 +1,7 @@
 """The command line: which verb, in which order the stages run, and the exit code.
 
 `python -m orchestrator [VERB] ...`; `run` and `check` take a config and go through Hydra, the others take run names.
-Only this file knows the order of the chain. It must not import torch.
+It puts the chain in order, with preflight.py and start.py. It must not import torch.
 """
 
 import json

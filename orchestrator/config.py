@@ -1,6 +1,6 @@
 """From the command line's overrides to a RunSpec, through Hydra and strict validation.
 
-The only file besides sweep.py that imports hydra or omegaconf. Raises ConfigError with all problems together.
+The only file that imports hydra or omegaconf. Raises ConfigError with all problems together.
 """
 
 import json
