@@ -2,6 +2,9 @@
 
 import sys
 
-from orchestrator.cli import main
+try:
+    from orchestrator.cli import main
+except KeyboardInterrupt:  # Ctrl-C while the imports go on
+    sys.exit(130)
 
 sys.exit(main())

@@ -94,8 +94,11 @@ def _run(spec: RunSpec) -> tuple[int, dict[str, object]]:
         if spec.output == "text":
             print(output.as_text(seen, plan), file=sys.stderr)
         return int(code), answer
-    from orchestrator.start import start  # late: needs rich and submitit, which a refusal does not
+    from orchestrator import ledger  # late: needs rich and submitit, which a refusal does not
+    from orchestrator.start import start
 
     started = start(seen, plan, answer)
-    answer |= {"run": started.run_dir.name, "run_dir": str(started.run_dir), "interrupted": started.interrupted}
+    record = ledger.read(started.run_dir)
+    answer |= {"run": record.name, "run_dir": str(record.run_dir), "interrupted": started.interrupted}
+    answer |= {"state": record.state, "report": record.report and record.report.model_dump(mode="json")}
     return started.exit_code, answer

@@ -65,7 +65,7 @@ def judge(spec: TrainSpec, estimate: MemoryEstimate, usable_bytes: int | None) -
 
 def gib(count: int) -> str:
     """Bytes for a person."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 1024**2:.0f} MiB"
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 1024**2:.0f} MiB"
 
 
 def _words(estimate: MemoryEstimate) -> str:

@@ -41,7 +41,12 @@ def as_text(spec: RunSpec, plan: Plan) -> str:
         lines.append(f"over budget: {plan.over_budget}")
     lines += _alternatives(spec, plan)
     if verdict.verdict == "unknown":
-        lines.append("refused, because a guess would be worse; oomguard.allow_unknown=true runs it all the same")
+        allowed = spec.oomguard.allow_unknown
+        lines.append(
+            "runs all the same, by oomguard.allow_unknown=true"
+            if allowed
+            else "refused, because a guess would be worse; oomguard.allow_unknown=true runs it all the same"
+        )
     if estimate.peak_device_bytes is not None:
         terms = sorted(((v, n) for n, v in estimate.terms.items() if v and v >= MIB), reverse=True)
         lines.append("peak      " + ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for value, name in terms))

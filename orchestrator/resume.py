@@ -57,6 +57,7 @@ def _resume(record: RunRecord, overrides: Sequence[str]) -> int:
         print(f"{record.name}: completed already ({record.exit.detail if record.exit else ''})")
         print("  to train it further, raise the limit that ended it, e.g. budget.max_steps=...")
         return ExitCode.DONE
+    _require_steps_left(record, spec)
     judged, plan = judge(_as_chosen(spec, overrides))
     code = verdict_code(judged, plan)
     if code is not ExitCode.DONE:
@@ -66,7 +67,28 @@ def _resume(record: RunRecord, overrides: Sequence[str]) -> int:
     folder.check_space(judged, record.run_dir)
     corpus = _corpus_of(record, judged)
     answer = output.as_json(judged, plan)
+    done = checkpointed_step(record.run_dir)
+    where = f"continues after step {done}" if done else "has no complete checkpoint and starts from the beginning"
+    print(f"{record.name} {where}", file=sys.stderr if judged.output == "json" else sys.stdout)
     return launch(judged, record.run_dir, corpus, attempt=record.attempt + 1, plan=plan, answer=answer).exit_code
+
+
+def _require_steps_left(record: RunRecord, spec: RunSpec) -> None:
+    """Refuse a limit that the newest checkpoint has passed: nothing would be left to do or to report."""
+    done, planned = checkpointed_step(record.run_dir), spec.train.planned_steps
+    changed = spec.train.budget != record.spec.train.budget
+    if planned is not None and (done > planned or (done == planned and changed)):
+        budget = spec.train.budget
+        key = "budget.max_steps" if budget.max_steps == planned else "budget.max_tokens"
+        value = budget.max_steps if budget.max_steps == planned else budget.max_tokens
+        why = f"{record.name} has made {done} steps, and this allows {planned}"
+        raise ConfigError([Problem(key=key, value=str(value), why=why, fix="Set it higher")])
+
+
+def checkpointed_step(run_dir: Path) -> int:
+    """The step of the newest complete checkpoint, 0 where there is none."""
+    found = (path.parent.name for path in (run_dir / "checkpoints").glob("step-*/.metadata"))
+    return max((int(name.removeprefix("step-")) for name in found), default=0)
 
 
 def _corpus_of(record: RunRecord, spec: RunSpec) -> Corpus:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -245,7 +246,10 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 if __name__ == "__main__":
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
-    record = supervise(folder, number, int(sys.argv[3]))
+    # wandb leaves folders behind wherever temporary files go.
+    with tempfile.TemporaryDirectory(prefix="wandb-", ignore_cleanup_errors=True) as scratch:
+        os.environ["TMPDIR"] = scratch
+        record = supervise(folder, number, int(sys.argv[3]))
     write_json(record_file(folder, number), record.model_dump_json(indent=2) + "\n")
     where = f"`wandb sync {record.folder}` sends it" if record.mode == "offline" else record.url
     print(f"tracking: {record.warning or f'{record.mode}, {where}'}", flush=True)

@@ -150,7 +150,7 @@ def peaks(run_dir: Path, attempt: int) -> dict[str, float]:
     measured = None if report is None else report.measured_peak_bytes
     known = {"mem/predicted_peak_bytes": predicted, "mem/measured_peak_bytes": measured}
     # On cuda the measured peak has what the allocator holds idle, which the predicted one leaves to the margin.
-    if predicted is not None and measured and plan["estimate"]["peak_reserved_bytes"] is not None:
+    if predicted is not None and measured and plan["estimate"].get("peak_reserved_bytes", 0) is not None:
         known["mem/prediction_error"] = (predicted - measured) / measured
     return {name: value for name, value in known.items() if value is not None}
 

@@ -54,6 +54,7 @@ def test_the_run_is_named_for_its_model_policy_and_batch() -> None:
         ("optim.lr=fast", ("optim.lr=fast", "number")),
         ("train.precision=fp16", ("train.precision=fp16", "Choices: bf16, bf16_mixed, fp32")),
         ("output=yaml", ("output=yaml", "Choices: json, text")),
+        ("data.path=x", ("data.path=x", "Set data=text")),
         ("ckpt.first=2", ("ckpt.first=2", "this run has ckpt=none", "Set ckpt=selective")),
         ("model.name=../esc", ("model.name=../esc", "match")),
         ("model.d_model=???", ("model.d_model=???", "it has no value", "Set model.d_model=")),

@@ -219,3 +219,13 @@ def recorded_run(run_dir: Path, spec: RunSpec) -> RunRecord:
     """A run folder with nothing but its spec and its corpus, read back."""
     (run_dir / "spec.json").write_text(spec.model_dump_json())
     return ledger.read(run_dir)
+
+
+def test_a_limit_that_the_newest_checkpoint_has_passed_is_refused(run_dir: Path) -> None:
+    complete = run_dir / "checkpoints" / "step-00000005"
+    complete.mkdir(parents=True)
+    (complete / ".metadata").touch()
+    (run_dir / "checkpoints" / "step-00000009").mkdir()  # incomplete
+    code, text = refusal(run_dir, "budget.max_steps=4")
+    assert code == 2
+    assert text == "budget.max_steps=4: one has made 5 steps, and this allows 4. Set it higher"

@@ -213,6 +213,15 @@ def _check_data(data: DataSpec, model: ModelSpec) -> list[Problem]:
                 "Set it to a UTF-8 file or folder, or to a list: data.path=[a.txt,b/]",
             )
         ]
+    if data.source == "stdlib" and data.path is not None:
+        return [
+            _problem(
+                "data.path",
+                data.path,
+                "data=stdlib reads the Python library, whatever the path",
+                "Set data=text with it, or leave it out (null)",
+            )
+        ]
     if data.tokenizer == "bytes" and model.vocab_size < 256:
         return [
             _problem(

@@ -66,6 +66,7 @@ def run_rank(
     predicted_peak_bytes: int | None = None,
     collective_timeout_s: float = 600.0,
     on_step: Callable[[StepReport], None] = lambda report: None,
+    say_steps: bool = True,
     after: Callable[[], None] = lambda: None,
 ) -> int:
     """Train as the rank that the environment names; 0 done, 2 config error, 7 failed.
@@ -87,7 +88,7 @@ def run_rank(
             corpus=corpus or _corpus(spec, run_dir),
             predicted_peak_bytes=predicted_peak_bytes,
             stop_requested=stop,
-            on_step=on_step,
+            on_step=_also_said(on_step) if say_steps else on_step,
             say=_say if rank == 0 else lambda line: None,
         )
         report = train(spec, here)
@@ -103,6 +104,15 @@ def run_rank(
     finally:
         if rank == 0:
             after()
+
+
+def _also_said(on_step: Callable[[StepReport], None]) -> Callable[[StepReport], None]:
+    def both(report: StepReport) -> None:
+        held_out = "" if report.eval_loss is None else f"  held-out loss {report.eval_loss:.4f}"
+        _say(f"step {report.step}  loss {report.loss:.4f}  {report.tokens_per_s:,.0f} tokens/s{held_out}")
+        on_step(report)
+
+    return both
 
 
 def _ending_line(report: TrainReport) -> str:

@@ -5,6 +5,7 @@ Takes a run folder, reads its files only; any shell can do it, any number of tim
 
 import codecs
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -161,9 +162,12 @@ def ending(record: RunRecord) -> str:
         if report.final_eval_nats_per_byte is not None:
             lines.append(f"  held-out loss   {report.final_eval_nats_per_byte:.4f} nats a byte")
         predicted, measured = report.predicted_peak_bytes, report.measured_peak_bytes
-        lines.append(f"  peak memory     {size(predicted)} predicted, {size(measured)} measured")
+        only = " (in the first step alone, which has no optimizer states yet)" if report.steps == 1 else ""
+        lines.append(f"  peak memory     {size(predicted)} predicted, {size(measured)} measured{only}")
         if report.tokens_per_s is not None:
             lines.append(f"  speed           {report.tokens_per_s:,.0f} tokens/s")
+    elif record.last_step is not None:
+        lines.append(f"  last step       {record.last_step.step}, loss {record.last_step.loss:.4f}")
     lines += _tracking(record)
     lines.append(f"  folder          {record.run_dir}")
     if record.state in ("cancelled", "failed", "lost"):
@@ -179,7 +183,12 @@ def _tracking(record: RunRecord) -> list[str]:
         return [f"  warning         {kept.warning}"]
     if kept.url is not None:
         return [f"  wandb           {kept.url}"]
-    return [] if kept.folder is None else [f"  wandb           offline; to send it: wandb sync {kept.folder}"]
+    if kept.folder is None:
+        return []
+    folder = Path(kept.folder)
+    several = len(list(folder.parent.glob("offline-run-*"))) > 1  # one an attempt
+    what = f"{shlex.quote(str(folder.parent))}/offline-run-*" if several else shlex.quote(str(folder))
+    return [f"  wandb           offline; to send it: wandb sync {what}"]
 
 
 def print_log(paths: list[Path], alive: Callable[[], bool], *, forever: bool) -> None:

@@ -21,11 +21,12 @@ from train.report import StepReport
 
 
 def work(
-    run_dir: Path, attempt: int, asked: Callable[[], bool], on_step: Callable[[StepReport], None] = lambda report: None
+    run_dir: Path, attempt: int, asked: Callable[[], bool], on_step: Callable[[StepReport], None] | None = None
 ) -> int:
     """Train as the rank that the environment names; its exit code.
 
-    `asked`: whether the process was asked to stop before the trainer took the signals over.
+    `asked`: whether the process was asked to stop before the trainer took the signals over. `on_step` shows the steps,
+    which are printed where there is none.
     """
     from train.rank import run_rank  # late: imports torch, which the launcher does without
 
@@ -35,7 +36,8 @@ def work(
     tracker = tracking.start(run_dir, attempt, spec) if os.environ.get("RANK", "0") == "0" else None
 
     def after_step(report: StepReport) -> None:
-        on_step(report)
+        if on_step is not None:
+            on_step(report)
         if asked():
             signal.raise_signal(signal.SIGTERM)  # what came too early for the trainer, which listens now
 
@@ -52,6 +54,7 @@ def work(
         predicted_peak_bytes=plan["estimate"]["peak_device_bytes"],
         collective_timeout_s=spec.launch.collective_timeout_s,
         on_step=after_step,
+        say_steps=on_step is None,
         after=after,
     )
 
