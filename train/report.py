@@ -54,7 +54,7 @@ class TrainReport(Spec):
     outcome: Literal["completed", "budget", "stopped"]
     """completed: the planned steps are done; budget: another limit came first; stopped: asked to stop."""
     stop_reason: str
-    """The limit or signal that ended it, by its config key."""
+    """The limit that ended it, by its config key, or that it was asked to stop."""
     steps: int
     tokens: int
     first_loss: float | None

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.launch.cause import RankEnd, cancelled_in_the_queue, cause_of
-from orchestrator.launch.lease import StoppedWaitingError, folder_of, lease
-from orchestrator.launch.node import rank_environment
+from orchestrator.launch.lease import StoppedWaitingError
+from orchestrator.launch.node import lease_of, rank_environment
 from orchestrator.launch.stopping import Asked
 from orchestrator.ledger import ExitRecord, Submission, this_process, write
 from orchestrator.spec import RunSpec
@@ -41,13 +41,7 @@ def _attempt(
     asked: Callable[[], bool],
     on_step: Callable[[StepReport], None],
 ) -> ExitRecord:
-    with lease(
-        submission.candidates,
-        submission.leases,
-        folder=folder_of(spec.launch.lease_dir),
-        submitted_at=submission.submitted_at,
-        stop_requested=asked,
-    ) as leased:
+    with lease_of(spec, submission, asked) as leased:
         write(run_dir / f"node.{submission.attempt}.json", this_process(leased.ids, (os.getpid(),)))
         environment = rank_environment(submission, leased.ids)
         os.environ.update({name: environment[name] for name in _VARIABLES if name in environment})

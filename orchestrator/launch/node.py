@@ -4,6 +4,7 @@ Runs as a submitit task, from the frozen source. Takes a run folder and the atte
 exit.<attempt>.json. It must not import torch.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -51,13 +52,7 @@ def _attempt(run_dir: Path, spec: RunSpec, submission: Submission, asked: Callab
     record = run_dir / f"node.{submission.attempt}.json"
     write(record, this_process())
     ranks: list[subprocess.Popen[bytes]] = []
-    with lease(
-        submission.candidates,
-        submission.leases,
-        folder=folder_of(spec.launch.lease_dir),
-        submitted_at=submission.submitted_at,
-        stop_requested=asked,
-    ) as leased:
+    with lease_of(spec, submission, asked) as leased:
         env = _world_environment(spec, submission, leased)
         (run_dir / "logs").mkdir(exist_ok=True)
         try:
@@ -69,6 +64,19 @@ def _attempt(run_dir: Path, spec: RunSpec, submission: Submission, asked: Callab
         finally:
             _signal(ranks, signal.SIGKILL)
     return cause_of(run_dir, submission.attempt, ends)
+
+
+def lease_of(
+    spec: RunSpec, submission: Submission, asked: Callable[[], bool]
+) -> contextlib.AbstractContextManager[Lease]:
+    """The run's place in the queue, then what it leases, inside the block; raises StoppedWaitingError."""
+    return lease(
+        submission.candidates,
+        submission.leases,
+        folder=folder_of(spec.launch.lease_dir),
+        submitted_at=submission.submitted_at,
+        stop_requested=asked,
+    )
 
 
 def _stop_timeout_s(spec: RunSpec) -> float:

@@ -7,12 +7,12 @@ torch/csrc/autograd (derivatives.yaml) and aten/src/ATen/native/transformers/cud
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.memory.graph import Op
+from orchestrator.memory.states import FP32
 from train import shapes
 from train.spec import TrainSpec
-
-FP32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +58,17 @@ class _Line:
     def grads_of(self, prefix: str) -> int:
         return sum(n for name, n in self.parameters.items() if name.startswith(f"{prefix}.")) * self.here.width
 
-    def add(self, op: Op) -> None:
-        self.ops.append(op)
+    def add(self, output: str, inputs: tuple[str, ...], **rest: Any) -> None:
+        """An operation named for its output; `rest` are the other fields of Op."""
+        self.ops.append(Op(name=output, inputs=inputs, output=output, output_bytes=self.bytes_of(output), **rest))
 
     def linear(self, x: str, out: str, parameter: str, holds: tuple[str, ...] = ()) -> None:
         self.add(
-            Op(
-                name=out,
-                inputs=(x,),
-                output=out,
-                output_bytes=self.bytes_of(out),
-                keeps=(x,),
-                parameter_grad_bytes=self.grads_of(parameter),
-                holds=holds,
-            )
+            out,
+            (x,),
+            keeps=(x,),
+            parameter_grad_bytes=self.grads_of(parameter),
+            holds=holds,
         )
 
     def norm(self, x: str, out: str, parameter: str, rows: int) -> None:
@@ -82,15 +79,11 @@ class _Line:
             return self._composite_rms_norm(x, out, parameter, rows)
         stat_width = FP32 if here.on_cuda else here.width
         return self.add(
-            Op(
-                name=out,
-                inputs=(x,),
-                output=out,
-                output_bytes=self.bytes_of(out),
-                keeps=(x,),
-                hidden_bytes=(2 if layernorm else 1) * rows * stat_width,
-                parameter_grad_bytes=self.grads_of(parameter),
-            )
+            out,
+            (x,),
+            keeps=(x,),
+            hidden_bytes=(2 if layernorm else 1) * rows * stat_width,
+            parameter_grad_bytes=self.grads_of(parameter),
         )
 
     def _composite_rms_norm(self, x: str, out: str, parameter: str, rows: int) -> None:
@@ -102,17 +95,13 @@ class _Line:
         n, width = self.numel[out], self.here.width
         copy = 0 if width == FP32 else n * FP32
         self.add(
-            Op(
-                name=out,
-                inputs=(x,),
-                output=out,
-                output_bytes=self.bytes_of(out),
-                keeps=(x,) if width == FP32 else (),
-                hidden_bytes=copy + n * FP32 + rows * FP32,
-                forward_scratch_bytes=0 if width == FP32 else n * FP32,
-                backward_scratch_bytes=n * (4 * FP32 - width),
-                parameter_grad_bytes=self.grads_of(parameter),
-            )
+            out,
+            (x,),
+            keeps=(x,) if width == FP32 else (),
+            hidden_bytes=copy + n * FP32 + rows * FP32,
+            forward_scratch_bytes=0 if width == FP32 else n * FP32,
+            backward_scratch_bytes=n * (4 * FP32 - width),
+            parameter_grad_bytes=self.grads_of(parameter),
         )
 
     def rotate(self, x: str, out: str) -> None:
@@ -121,14 +110,10 @@ class _Line:
         in_fp32 = 0 if width == FP32 else 2 * n * FP32
         angles = self.here.spec.train.seq_len * self.here.spec.model.head_dim * FP32
         self.add(
-            Op(
-                name=out,
-                inputs=(x,),
-                output=out,
-                output_bytes=self.bytes_of(out),
-                forward_scratch_bytes=in_fp32,
-                backward_scratch_bytes=n * width + angles + in_fp32,
-            )
+            out,
+            (x,),
+            forward_scratch_bytes=in_fp32,
+            backward_scratch_bytes=n * width + angles + in_fp32,
         )
 
     def attention(self, q: str, k: str, v: str) -> None:
@@ -140,15 +125,11 @@ class _Line:
         scratch = n * FP32 + lse if self.here.on_cuda else 0
         grads = self.bytes_of(q) + self.bytes_of(k) + self.bytes_of(v)
         return self.add(
-            Op(
-                name="attention",
-                inputs=(q, k, v),
-                output="attention",
-                output_bytes=self.bytes_of("attention"),
-                keeps=(q, k, v, "attention"),
-                hidden_bytes=lse,
-                backward_scratch_bytes=grads + scratch,
-            )
+            "attention",
+            (q, k, v),
+            keeps=(q, k, v, "attention"),
+            hidden_bytes=lse,
+            backward_scratch_bytes=grads + scratch,
         )
 
     def _math_attention(self, q: str, k: str, v: str) -> None:
@@ -157,20 +138,16 @@ class _Line:
         heads = self.bytes_of("attention")
         mask = self.here.spec.train.seq_len**2
         self.add(
-            Op(
-                name="attention",
-                inputs=(q, k, v),
-                output="attention",
-                output_bytes=heads,
-                hidden_bytes=3 * heads + scores + mask,
-                forward_scratch_bytes=2 * scores,
-                forward_only_bytes=3 * scores + mask,
-                backward_scratch_bytes=2 * scores + heads,
-            )
+            "attention",
+            (q, k, v),
+            hidden_bytes=3 * heads + scores + mask,
+            forward_scratch_bytes=2 * scores,
+            forward_only_bytes=3 * scores + mask,
+            backward_scratch_bytes=2 * scores + heads,
         )
 
     def residual(self, x: str, y: str, out: str) -> None:
-        self.add(Op(name=out, inputs=(x, y), output=out, output_bytes=self.bytes_of(out), passes_gradient=True))
+        self.add(out, (x, y), passes_gradient=True)
 
 
 def block_ops(here: Setting) -> tuple[Op, ...]:
@@ -199,16 +176,14 @@ def block_ops(here: Setting) -> tuple[Op, ...]:
 
 
 def _mlp(line: _Line) -> None:
-    act = Op(name="mlp_act", inputs=("mlp_up",), output="mlp_act", output_bytes=line.bytes_of("mlp_act"))
     if line.here.spec.model.mlp == "gelu":
         line.linear("mlp_norm", "mlp_up", "mlp.up")
-        line.add(Op(**{**vars(act), "keeps": ("mlp_up",)}))
+        line.add("mlp_act", ("mlp_up",), keeps=("mlp_up",))
     else:
         line.linear("mlp_norm", "mlp_gate", "mlp.gate")
-        silu = {"name": "mlp_silu", "inputs": ("mlp_gate",), "output": "mlp_silu", "keeps": ("mlp_gate",)}
-        line.add(Op(**{**vars(act), **silu}))
+        line.add("mlp_silu", ("mlp_gate",), keeps=("mlp_gate",))
         line.linear("mlp_norm", "mlp_up", "mlp.up")
-        line.add(Op(**{**vars(act), "inputs": ("mlp_silu", "mlp_up"), "keeps": ("mlp_silu", "mlp_up")}))
+        line.add("mlp_act", ("mlp_silu", "mlp_up"), keeps=("mlp_silu", "mlp_up"))
     line.linear("mlp_act", "mlp_down", "mlp.down", holds=("mlp_norm",))
 
 

@@ -7,10 +7,10 @@ blocks and the root, the root stays gathered, backward gathers the next group ah
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orchestrator.memory.block import FP32, Setting, block_ops, last_norm_ops, setting
+from orchestrator.memory.block import Setting, block_ops, last_norm_ops, setting
 from orchestrator.memory.estimate import Phase
 from orchestrator.memory.graph import Footprint, footprint
-from orchestrator.memory.states import Group, States, states
+from orchestrator.memory.states import FP32, Group, States, states
 from train.spec import TrainSpec
 
 _TOKEN_BYTES = 2 * 8
