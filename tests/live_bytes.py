@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from train.checkpoint import Progress, load, save
-from train.loop import cross_entropy
+from train.loss import batch_loss
 from train.optim import build_optimizer, clip_gradients
 from train.parallel import build_sharded
 from train.spec import TrainSpec
@@ -85,7 +85,7 @@ def step_peaks(spec: TrainSpec) -> dict[str, int]:
             live.add(targets)
             with live:
                 live.start_phase()
-                loss = cross_entropy(module(inputs), targets) / spec.train.grad_accum
+                loss = batch_loss(spec.train, module, inputs, targets) / spec.train.grad_accum
                 peaks["forward"] = max(peaks["forward"], live.peak)
                 live.start_phase()
                 loss.backward()

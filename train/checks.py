@@ -33,8 +33,6 @@ def problems(sections: Mapping[str, Spec]) -> list[Problem]:
 def unsupported(spec: TrainSpec) -> list[Problem]:
     """Settings that are valid names but that this trainer does not carry out."""
     found = []
-    if spec.train.loss == "chunked":
-        found.append(_problem("train.loss", "chunked", "the trainer has no chunked loss yet", "Set it to full"))
     if spec.parallel.cpu_offload:
         found.append(_problem("parallel.cpu_offload", True, "the trainer does not offload yet", "Set it to false"))
     return found
@@ -95,25 +93,26 @@ def _check_model(model: ModelSpec) -> list[Problem]:
 
 
 def _check_ckpt(model: ModelSpec, ckpt: CkptSpec) -> list[Problem]:
-    if ckpt.policy != "selective":
-        return [
+    found = _check_saved(model, ckpt)
+    if ckpt.policy not in ("selective", "ops"):
+        return found + [
             _problem(
                 f"ckpt.{name}",
                 getattr(ckpt, name),
-                f"it chooses blocks for ckpt=selective, and this run has ckpt={ckpt.policy}",
+                f"it chooses blocks for ckpt=selective and ckpt=ops, and this run has ckpt={ckpt.policy}",
                 "Set ckpt=selective, or leave it out (null)",
             )
-            for name in ("every", "layers", "first")
+            for name in ("every", "layers", "first", "last")
             if getattr(ckpt, name) is not None
         ]
-    found = []
-    if ckpt.layers is not None and ckpt.first is not None:
+    chosen = [name for name in ("layers", "first", "last") if getattr(ckpt, name) is not None]
+    if len(chosen) > 1:
         found.append(
             _problem(
-                "ckpt.first",
-                ckpt.first,
-                f"ckpt.layers={as_typed(ckpt.layers)} names the blocks already",
-                "Set one of the two to null",
+                f"ckpt.{chosen[1]}",
+                getattr(ckpt, chosen[1]),
+                f"ckpt.{chosen[0]}={as_typed(getattr(ckpt, chosen[0]))} names the blocks already",
+                f"Set {'one of the two' if len(chosen) == 2 else 'two of layers, first and last'} to null",
             )
         )
     last = model.num_layers - 1
@@ -127,16 +126,17 @@ def _check_ckpt(model: ModelSpec, ckpt: CkptSpec) -> list[Problem]:
                 f"Use numbers from 0 to {last}",
             )
         )
-    if ckpt.first is not None and ckpt.first > model.num_layers:
-        found.append(
-            _problem(
-                "ckpt.first",
-                ckpt.first,
-                f"the model has only model.num_layers={model.num_layers} blocks",
-                f"Set it to at most {model.num_layers}",
-            )
+    found += [
+        _problem(
+            f"ckpt.{name}",
+            getattr(ckpt, name),
+            f"the model has only model.num_layers={model.num_layers} blocks",
+            f"Set it to at most {model.num_layers}",
         )
-    if ckpt.layers is None and ckpt.first is None and (ckpt.every is None or ckpt.every > model.num_layers):
+        for name in ("first", "last")
+        if (getattr(ckpt, name) or 0) > model.num_layers
+    ]
+    if not chosen and (ckpt.every is None or ckpt.every > model.num_layers):
         found.append(
             _problem(
                 "ckpt.every",
@@ -146,6 +146,30 @@ def _check_ckpt(model: ModelSpec, ckpt: CkptSpec) -> list[Problem]:
             )
         )
     return found
+
+
+def _check_saved(model: ModelSpec, ckpt: CkptSpec) -> list[Problem]:
+    """What ckpt=ops keeps, by name."""
+    if ckpt.policy != "ops":
+        if ckpt.save is None:
+            return []
+        why = f"it names what blocks keep under ckpt=ops, and this run has ckpt={ckpt.policy}"
+        return [_problem("ckpt.save", ckpt.save, why, "Set ckpt=ops, or leave it out (null)")]
+    if not ckpt.save:
+        why = "ckpt=ops keeps the outputs that it names, and it names none"
+        return [_problem("ckpt.save", ckpt.save, why, "Name some, as in ckpt.save=[attention,qkv], or use ckpt=full")]
+    names = (ckpt.save,) if isinstance(ckpt.save, str) else ckpt.save
+    if "mlp_gate" in names and model.mlp == "gelu":
+        why = "model.mlp=gelu has no gate"
+        return [_problem("ckpt.save", ckpt.save, why, "Leave mlp_gate out; mlp_up is the product before the gelu")]
+    return []
+
+
+def _check_compile(ckpt: CkptSpec, train: LoopSpec) -> list[Problem]:
+    if ckpt.policy == "ops" and train.compile:
+        why = "ckpt=ops saves by the names of a block's layers, and a compiled block has none left"
+        return [_problem("train.compile", True, why, "Set it to false, or use ckpt=selective or ckpt=full")]
+    return []
 
 
 def _check_length(model: ModelSpec, train: LoopSpec) -> list[Problem]:
@@ -259,6 +283,7 @@ def _check_parallel(parallel: ParallelSpec, device: DeviceSpec) -> list[Problem]
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[Problem]]], ...] = (
     (("model",), _check_model),
     (("model", "ckpt"), _check_ckpt),
+    (("ckpt", "train"), _check_compile),
     (("model", "train"), _check_length),
     (("optim", "budget"), _check_schedule),
     (("budget", "train", "parallel"), _check_tokens),

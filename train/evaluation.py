@@ -1,22 +1,17 @@
-"""Losses: of a batch, and of the held-out part of the data over all ranks.
+"""The loss of the held-out part of the data over all ranks.
 
-Takes logits and targets, or the sharded module and the Sequences; gives nats per token and per byte.
+Takes the sharded module and the Sequences; gives nats per token and per byte.
 """
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from train.corpus import Corpus
 from train.data import Sequences
+from train.loss import batch_loss
 from train.model import eval_mode
 from train.spec import TrainSpec
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in fp32, nats per token, of logits (B, T, V) and targets (B, T)."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def evaluate(spec: TrainSpec, module: nn.Module, sequences: Sequences, device: torch.device) -> float:
@@ -33,7 +28,7 @@ def evaluate(spec: TrainSpec, module: nn.Module, sequences: Sequences, device: t
             first = begin + rank * width
             mine = max(0, min(width, count - first))
             inputs, targets = sequences.held_out(min(first, count - 1), max(mine, 1))
-            loss = cross_entropy(module(inputs.to(device)), targets.to(device))
+            loss = batch_loss(spec.train, module, inputs.to(device), targets.to(device))
             total += loss * mine
     dist.all_reduce(total)
     return float(total) / count

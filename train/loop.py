@@ -4,6 +4,7 @@ Takes a TrainSpec, a Corpus and the rank's surroundings, gives a TrainReport. Me
 on rank 0 only, so it knows no tracker.
 """
 
+import hashlib
 import math
 import statistics
 import time
@@ -20,7 +21,8 @@ from train.checkpoint import Progress
 from train.corpus import Corpus
 from train.data import Sequences
 from train.ending import Agreed, Ending, Passes, ending_after, next_step_passes, planned_ending
-from train.evaluation import cross_entropy, evaluate, nats_per_byte
+from train.evaluation import evaluate, nats_per_byte
+from train.loss import batch_loss
 from train.measure import MemoryMeter
 from train.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from train.parallel import build_sharded
@@ -93,11 +95,13 @@ class _Attempt:
         loop, rank, world = self.spec.train, dist.get_rank(), dist.get_world_size()
         lr = learning_rate(self.spec, self.progress.step + 1)
         set_learning_rate(self.optimizer, lr)
+        if loop.dropout > 0:
+            torch.manual_seed(_dropout_seed(loop.seed, self.progress.step + 1, rank))
         total = torch.zeros((), device=self.here.device)
         for micro in range(loop.grad_accum):
             first = self.progress.sequences + (micro * world + rank) * loop.micro_batch
             inputs, targets = self._to_device(self.sequences.train(first, loop.micro_batch))
-            loss = cross_entropy(self.module(inputs), targets) / loop.grad_accum
+            loss = batch_loss(loop, self.module, inputs, targets) / loop.grad_accum
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         clip = self.spec.optim.clip_norm
@@ -263,6 +267,12 @@ def _with_time_lost(progress: Progress, run_dir: Path) -> Progress:
         return progress
     hours = progress.device_hours + lost_s * dist.get_world_size() / 3600
     return progress.model_copy(update={"wall_time_s": progress.wall_time_s + lost_s, "device_hours": hours})
+
+
+def _dropout_seed(seed: int, step: int, rank: int) -> int:
+    """Of what a rank leaves out in a step: it depends on no step before, so that a resume leaves out the same."""
+    digest = hashlib.sha256(f"{seed}/dropout/{step}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _mfu(spec: TrainSpec, step_time_s: float) -> float | None:

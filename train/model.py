@@ -1,7 +1,7 @@
 """Decoder-only transformers of both families, built from the table in train/shapes.py.
 
-Takes a ModelSpec, gives a module from token ids (B, T) to logits (B, T, V). Made on the meta device;
-`initialise` fills the shards of any number of ranks with the same weights.
+Takes a ModelSpec, gives a module from token ids (B, T) to logits (B, T, V), or with targets to their loss. Made on
+the meta device; `initialise` fills the shards of any number of ranks with the same weights.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from train import shapes
+from train.loss import chunked_cross_entropy
 from train.spec import ModelSpec
 
 _INIT_STD = 0.02
@@ -62,6 +63,37 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.view_as_real(pairs * rope[:, None]).flatten(-2).type_as(x)
 
 
+class FusedAttention(nn.Module):
+    """Causal attention of q (B, H, T, D) over k and v by torch's own kernel; without parameters."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+
+
+class MathAttention(nn.Module):
+    """The same in single operations, which keep the score matrices (B, H, T, T); without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = _Product()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        if group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1)  # (B, H, T, T)
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        probs = torch.softmax(scores.masked_fill(mask, float("-inf")), dim=-1)
+        return self.product(probs, v)  # type: ignore[no-any-return]
+
+
+class _Product(nn.Module):
+    """a @ b as a submodule, so that the one product of several can be named."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads."""
 
@@ -75,6 +107,7 @@ class Attention(nn.Module):
         if model.qk_norm:
             self.q_norm = table.norm("attention.q_norm")
             self.k_norm = table.norm("attention.k_norm")
+        self.attend = MathAttention() if model.attention == "math" else FusedAttention()
 
     def forward(self, x: Tensor, rope: Tensor | None) -> Tensor:
         heads, kv_heads, width = self.model.num_heads, self.model.num_kv_heads, self.model.head_dim
@@ -86,21 +119,7 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-        attend = _math_attention if self.model.attention == "math" else _fused_attention
-        return self.o(attend(q, k, v).transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
-
-
-def _fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
-
-
-def _math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    group = q.shape[1] // k.shape[1]
-    if group > 1:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1)  # (B, H, T, T)
-    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return torch.softmax(scores.masked_fill(mask, float("-inf")), dim=-1) @ v
+        return self.o(self.attend(q, k, v).transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class GeluMlp(nn.Module):
@@ -129,10 +148,11 @@ class SwigluMlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block; `dropout` is the share left out of what it adds to the residual stream."""
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: ModelSpec, *, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         table = _Table(model, shapes.block_parameters(model))
         self.attention_norm = table.norm("attention_norm")
         self.attention = Attention(model, table)
@@ -140,34 +160,57 @@ class Block(nn.Module):
         self.mlp = GeluMlp(table) if model.mlp == "gelu" else SwigluMlp(table)
 
     def forward(self, x: Tensor, rope: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope)
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+        x = x + _dropped(self, self.attention(self.attention_norm(x), rope))
+        return x + _dropped(self, self.mlp(self.mlp_norm(x)))
+
+    def makers(self) -> dict[str, nn.Module]:
+        """The submodule whose last operation makes each output that ckpt.save can choose, under its name there."""
+        attend = self.attention.attend
+        found: dict[str, nn.Module] = {"attention": attend.product if isinstance(attend, MathAttention) else attend}
+        for name in ("q", "k", "v", "o"):
+            found[name] = getattr(self.attention, name)
+        for name, layer in self.mlp.named_children():
+            found[f"mlp_{name}"] = layer
+        return found
+
+
+def _dropped(module: "Block | Transformer", x: Tensor) -> Tensor:
+    """Dropout where there is any; without it no operation."""
+    return F.dropout(x, module.dropout, module.training) if module.dropout else x
 
 
 class Transformer(nn.Module):
-    """Token ids (B, T) to logits (B, T, V)."""
+    """Token ids (B, T) to logits (B, T, V), or with targets (B, T) to the mean loss, nats per token.
 
-    def __init__(self, model: ModelSpec) -> None:
+    The loss is the chunked one, which must run in here: only inside the root's forward are its weights gathered.
+    """
+
+    def __init__(self, model: ModelSpec, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.model = model
+        self.dropout = dropout
         table = _Table(model, shapes.root_parameters(model))
         self.embedding = table.embedding("embedding")
         self.positions = table.embedding("positions") if model.position == "learned" else None
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
+        self.blocks = nn.ModuleList(Block(model, dropout=dropout) for _ in range(model.num_layers))
         self.norm = table.norm("norm")
         self.head = None if model.tie_embeddings else table.linear("head")
         self._rope: Tensor | None = None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)  # (B, T, d)
         rope = None
         if self.positions is None:
             rope = self._rope_for(tokens)
         else:
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = _dropped(self, x)
         for block in self.blocks:
             x = block(x, rope)
         x = self.norm(x)
+        if targets is not None:
+            weight = self.embedding.weight if self.head is None else self.head.weight
+            return chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
         # A tied head uses the embedding's matrix in place: a second Parameter would not survive to_empty.
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
@@ -177,10 +220,10 @@ class Transformer(nn.Module):
         return self._rope
 
 
-def build(model: ModelSpec) -> Transformer:
+def build(model: ModelSpec, *, dropout: float = 0.0) -> Transformer:
     """The module on the meta device: shapes, no memory."""
     with torch.device("meta"):
-        return Transformer(model)
+        return Transformer(model, dropout=dropout)
 
 
 def initialise(module: Transformer, seed: int) -> None:

@@ -35,7 +35,7 @@ def build_sharded(spec: TrainSpec, device: torch.device) -> Transformer:
 
     Every rank holds its rows of dim 0 only; needs an initialised process group.
     """
-    module = build(spec.model)
+    module = build(spec.model, dropout=spec.train.dropout)
     if spec.train.precision == "bf16":
         module = module.to(torch.bfloat16)
     apply_checkpointing(module, spec.ckpt)

@@ -10,6 +10,10 @@ from math import prod
 
 from train.spec import ModelSpec
 
+LOSS_CHUNKS = 8
+"""Into how many slices of tokens train.loss=chunked divides a micro-batch."""
+_EVERY_SECOND = "every_second_matmul"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -95,6 +99,23 @@ def num_parameters(model: ModelSpec) -> int:
     return sum(s.numel for s in root_parameters(model)) + model.num_layers * block_num_parameters(model)
 
 
+def block_matmuls(model: ModelSpec) -> tuple[str, ...]:
+    """Outputs of one block's linear layers, in the order of block_parameters; names of block_activations."""
+    names = (s.name.removesuffix(".weight") for s in block_parameters(model) if len(s.dims) == 2)
+    return tuple(name.removeprefix("attention.").replace(".", "_") for name in names)
+
+
+def saved_ops(model: ModelSpec, save: str | tuple[str, ...]) -> frozenset[str]:
+    """The outputs that a recomputing block keeps under ckpt.save, as names of block_activations.
+
+    qkv stands for q, k and v; every_second_matmul, as in torchtitan's op-level selective policy, for the attention
+    and every other linear layer from the first (q, v, and mlp_gate and mlp_down, or mlp_up without a gate).
+    """
+    groups = {"qkv": ("q", "k", "v"), _EVERY_SECOND: ("attention", *block_matmuls(model)[::2])}
+    names = (save,) if isinstance(save, str) else save
+    return frozenset(output for name in names for output in groups.get(name, (name,)))
+
+
 @cache
 def block_activations(model: ModelSpec, micro_batch: int, seq_len: int) -> tuple[Shape, ...]:
     """Outputs of the operations of one block in order, each of shape as the module makes it.
@@ -131,15 +152,15 @@ def block_activations(model: ModelSpec, micro_batch: int, seq_len: int) -> tuple
     return tuple(shapes)
 
 
-def block_forward_flops(model: ModelSpec, micro_batch: int, seq_len: int) -> int:
-    """FLOPs of one block's forward pass: two per multiply-add of its matrices and of attention.
+def attention_forward_flops(model: ModelSpec, micro_batch: int, seq_len: int) -> int:
+    """FLOPs of one block's attention without its linear layers, the full (T, T) square as FlopCounterMode counts."""
+    return 4 * micro_batch * model.num_heads * seq_len * seq_len * model.head_dim
 
-    Attention counts the full (T, T) square, as torch's FlopCounterMode does.
-    """
-    tokens = micro_batch * seq_len
+
+def block_forward_flops(model: ModelSpec, micro_batch: int, seq_len: int) -> int:
+    """FLOPs of one block's forward pass: two per multiply-add of its matrices and of attention."""
     matrices = sum(s.numel for s in block_parameters(model) if len(s.dims) == 2)
-    attention = 4 * micro_batch * model.num_heads * seq_len * seq_len * model.head_dim
-    return 2 * tokens * matrices + attention
+    return 2 * micro_batch * seq_len * matrices + attention_forward_flops(model, micro_batch, seq_len)
 
 
 def head_forward_flops(model: ModelSpec, micro_batch: int, seq_len: int) -> int:

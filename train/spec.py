@@ -6,7 +6,7 @@ Defaults live in `conf/`, never here. Checks across sections are in `problems`.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -62,20 +62,34 @@ class ModelSpec(Spec):
     """Base of the rotary frequencies; null with learned positions."""
 
 
-class CkptSpec(Spec):
-    """Activation checkpointing: which blocks recompute their activations in backward."""
+SavedName = Literal["attention", "q", "k", "v", "qkv", "o", "mlp_gate", "mlp_up", "mlp_down", "every_second_matmul"]
+"""What a recomputing block may keep; train/shapes.py says which outputs each one stands for."""
 
-    policy: Literal["none", "full", "selective"]
-    """none: keep all; full: every block recomputes; selective: some blocks do."""
+
+class CkptSpec(Spec):
+    """Activation checkpointing: which blocks recompute their activations in backward, and what those still keep."""
+
+    policy: Literal["none", "full", "selective", "ops"]
+    """none: keep all; full: every block recomputes; selective: some blocks do; ops: blocks recompute all but `save`."""
     every: Count | None
-    """selective: the blocks every, 2*every, ... counted from 1 recompute."""
+    """selective, ops: the blocks every, 2*every, ... counted from 1 recompute."""
     layers: tuple[NonNegativeInt, ...] | None
-    """selective: these blocks recompute, counted from 0; takes the place of every."""
+    """selective, ops: these blocks recompute, counted from 0; takes the place of every."""
     first: NonNegativeInt | None
-    """selective: the first n blocks recompute; takes the place of every."""
+    """selective, ops: the first n blocks recompute; takes the place of every."""
+    last: NonNegativeInt | None
+    """selective, ops: the last n blocks recompute; takes the place of every."""
+    save: (
+        Annotated[
+            Annotated[SavedName, Tag("str")] | Annotated[tuple[SavedName, ...], Tag("tuple")],
+            Discriminator(lambda value: "tuple" if isinstance(value, list | tuple) else "str"),
+        ]
+        | None
+    )
+    """ops: the output or outputs that a recomputing block keeps, by name."""
 
     def layers_recomputed(self, num_layers: int) -> tuple[int, ...]:
-        """Indices, from 0, of the blocks that recompute."""
+        """Indices, from 0, of the blocks that recompute; under ops all but what they keep."""
         if self.policy == "none":
             return ()
         if self.policy == "full":
@@ -84,6 +98,8 @@ class CkptSpec(Spec):
             return tuple(sorted(set(self.layers)))
         if self.first is not None:
             return tuple(range(min(self.first, num_layers)))
+        if self.last is not None:
+            return tuple(range(max(0, num_layers - self.last), num_layers))
         every = self.every or 1
         return tuple(i for i in range(num_layers) if (i + 1) % every == 0)
 
@@ -110,6 +126,8 @@ class LoopSpec(Spec):
     """fp32; bf16_mixed: bf16 compute, fp32 parameters and reductions; bf16: all bf16."""
     loss: Literal["full", "chunked"]
     """full: all logits at once; chunked: never all logits at once."""
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    """Share of the numbers written to the residual stream that training leaves out."""
     compile: bool
     """torch.compile of every block."""
     seed: NonNegativeInt

@@ -20,15 +20,17 @@ class MemoryEstimate(Spec):
     peak_instant: str | None
     """The moment of the peak within its phase, for a person."""
     peak_allocated_bytes: int | None
-    """Tensors alive at the peak."""
+    """Tensors alive at the peak; on cuda with the workspace of matrix products, and as the allocator rounds them."""
     peak_reserved_bytes: int | None
-    """What the CUDA allocator holds then; on cpu the same as allocated; None: see notes."""
+    """What the CUDA allocator holds, free blocks of other streams included; on cpu the same as allocated."""
     peak_device_bytes: int | None
     """All that the process takes from the device: tensors, workspace, context and NCCL."""
     phases: dict[Phase, int | None]
     """Peak of allocated bytes in each phase."""
     first_step_peak_allocated_bytes: int | None
     """Peak of the first step, before which AdamW has no states."""
+    first_step_peak_reserved_bytes: int | None
+    """What the CUDA allocator holds at the end of the first step; on cpu the same as allocated."""
     terms: dict[str, int | None]
     """What peak_device_bytes is made of; they add up to it."""
     recompute_flops_fraction: float | None
@@ -50,6 +52,7 @@ def cannot_tell(reasons: tuple[Problem, ...]) -> MemoryEstimate:
         peak_device_bytes=None,
         phases=dict.fromkeys(PHASES),
         first_step_peak_allocated_bytes=None,
+        first_step_peak_reserved_bytes=None,
         terms={},
         recompute_flops_fraction=None,
         unknown=reasons,

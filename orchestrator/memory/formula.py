@@ -4,8 +4,11 @@
 a number with a warning.
 """
 
+from collections.abc import Iterator
+
+from orchestrator.memory.allocator import reserved_bytes
 from orchestrator.memory.estimate import PHASES, MemoryEstimate, Phase, cannot_tell
-from orchestrator.memory.step import Moment, moments
+from orchestrator.memory.step import Moment, Step, moments_of
 from train import shapes
 from train.spec import Problem, TrainSpec
 
@@ -28,54 +31,58 @@ def estimate(spec: TrainSpec) -> MemoryEstimate:
     unknown = _without_formula(spec)
     if unknown:
         return cannot_tell(unknown)
-    every = moments(spec)
+    step = Step(spec)
+    every = moments_of(step, step.layers_that_matter())
+    first = tuple(_first_step(every))
     peak = max(every, key=lambda moment: moment.total_bytes)
-    overheads, notes = _overheads(spec)
-    terms = {name: value for name, value in peak.terms().items() if value} | overheads
+    context, workspace, nccl, notes = _overheads(spec)
+    terms = {name: value for name, value in peak.terms().items() if value}
+    terms |= {"context": context, "nccl": nccl, "workspace": workspace}
+    allocated = reserved = peak.total_bytes
+    first_allocated = first_reserved = max(moment.total_bytes for moment in first)
+    if step.here.on_cuda:
+        largest = step.largest_tensor_bytes()
+        allocated, first_allocated = allocated + workspace, first_allocated + workspace
+        reserved = reserved_bytes(every, largest, workspace)
+        first_reserved = reserved_bytes(first, largest, workspace)
+        terms["allocator"] = reserved - allocated
     return MemoryEstimate(
         method="formula",
         peak_phase=peak.phase,
         peak_instant=peak.name,
-        peak_allocated_bytes=peak.total_bytes,
-        peak_reserved_bytes=peak.total_bytes if spec.device.kind == "cpu" else None,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
         peak_device_bytes=sum(terms.values()),
         phases={phase: _highest(every, phase) for phase in PHASES},
-        first_step_peak_allocated_bytes=_first_step(every),
+        first_step_peak_allocated_bytes=first_allocated,
+        first_step_peak_reserved_bytes=first_reserved,
         terms=dict(terms),
-        recompute_flops_fraction=recompute_flops_fraction(spec),
+        recompute_flops_fraction=step.recompute_flops_fraction,
         unknown=(),
         notes=notes,
     )
 
 
 def recompute_flops_fraction(spec: TrainSpec) -> float:
-    """FLOPs that recomputation adds, as a share of a step's without it.
-
-    A recomputed block runs its forward again, but for its last matrix, where recomputation stops early
-    (torch.utils.checkpoint, early stop).
-    """
-    model, loop = spec.model, spec.train
-    again = shapes.block_forward_flops(model, loop.micro_batch, loop.seq_len)
-    skipped = 2 * loop.micro_batch * loop.seq_len * model.d_mlp * model.d_model
-    blocks = len(spec.ckpt.layers_recomputed(model.num_layers))
-    return blocks * (again - skipped) / shapes.step_flops(model, loop.micro_batch, loop.seq_len)
+    """FLOPs that recomputation adds, as a share of a step's without it; see Step."""
+    return Step(spec).recompute_flops_fraction
 
 
 def _highest(every: tuple[Moment, ...], phase: Phase) -> int:
     return max(moment.total_bytes for moment in every if moment.phase == phase)
 
 
-def _first_step(every: tuple[Moment, ...]) -> int:
+def _first_step(every: tuple[Moment, ...]) -> Iterator[Moment]:
     """AdamW makes its states in the first optimizer step: before it they are not there."""
-    return max(
-        moment.total_bytes - (0 if moment.phase == "optimizer_step" else moment.optimizer_states)
-        for moment in every
-        if moment.phase != "resume"
-    )
+    for moment in every:
+        if moment.phase == "optimizer_step":
+            yield moment
+        elif moment.phase != "resume":
+            yield moment._replace(optimizer_states=0)
 
 
-def _overheads(spec: TrainSpec) -> tuple[dict[str, int], tuple[str, ...]]:
-    """What the device holds besides tensors, and what had to be assumed about it."""
+def _overheads(spec: TrainSpec) -> tuple[int, int, int, tuple[str, ...]]:
+    """Context, workspace and NCCL bytes, which the device holds besides tensors, and what had to be assumed of them."""
     device, notes = spec.device, []
     context, nccl, workspace = device.context_bytes, device.nccl_bytes, device.workspace_bytes
     if context is None:
@@ -90,8 +97,8 @@ def _overheads(spec: TrainSpec) -> tuple[dict[str, int], tuple[str, ...]]:
         nccl = _HIGHEST_NCCL_BYTES
         notes.append(f"device.nccl_bytes: not measured on {device.name}; the highest published, 2 GiB, counts")
     if device.kind == "cuda":
-        notes.append("reserved bytes: this method does not follow the allocator; the margin is for what it holds idle")
-    return {"context": context, "nccl": nccl, "workspace": workspace}, tuple(notes)
+        notes.append("reserved bytes: whole segments of each stream's own peak; the margin is for what fragments beyond")
+    return context, workspace, nccl, tuple(notes)
 
 
 def _without_formula(spec: TrainSpec) -> tuple[Problem, ...]:
@@ -101,19 +108,10 @@ def _without_formula(spec: TrainSpec) -> tuple[Problem, ...]:
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         found.append(Problem(key=key, value=shown, why=why, fix=fix))
 
-    no_formula = "there is no formula for it"
-    if spec.train.precision == "bf16":
-        no("train.precision", "bf16", no_formula, "Set it to bf16_mixed or fp32")
-    if spec.train.loss != "full":
-        no("train.loss", spec.train.loss, no_formula, "Set it to full")
     if spec.train.compile:
         no("train.compile", True, "what the compiler keeps for backward is not known beforehand", "Set it to false")
-    if spec.parallel.shard == "hsdp" or (spec.parallel.shard == "none" and spec.parallel.world_size > 1):
-        no("parallel.shard", spec.parallel.shard, no_formula, "Set it to fsdp")
-    if spec.parallel.reshard_after_forward != "default":
-        no("parallel.reshard_after_forward", spec.parallel.reshard_after_forward, no_formula, "Set it to default")
     if spec.parallel.cpu_offload:
-        no("parallel.cpu_offload", True, no_formula, "Set it to false")
+        no("parallel.cpu_offload", True, "there is no formula for it", "Set it to false")
     found += _unknown_kernel(spec)
     return tuple(found)
 

@@ -1,24 +1,26 @@
 """The moments of one optimizer step at which memory may be highest, each with what is alive then.
 
 Takes a TrainSpec, gives Moments of rank 0, in order. Follows train/parallel.py and train/loop.py: FSDP2 groups are the
-blocks and the root, the root stays gathered, backward gathers the next group ahead. It must not import torch.
+blocks and the root, backward gathers the next group ahead. It must not import torch.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from orchestrator.memory.block import Setting, block_ops, last_norm_ops, setting
+from orchestrator.memory.block import FP32, Setting, block_ops, last_norm_ops, setting
 from orchestrator.memory.estimate import Phase
-from orchestrator.memory.graph import Footprint, footprint
-from orchestrator.memory.states import FP32, Group, States, states
+from orchestrator.memory.graph import Footprint, Op, footprint
+from orchestrator.memory.states import Group, States, shard_ranks, states
+from train import shapes
 from train.spec import TrainSpec
 
-_TOKEN_BYTES = 2 * 8
-"""Input and target of a token, int64."""
+TOKEN_BYTES = 8
+"""A token, int64."""
+RNG_STATE_BYTES = 5056
+"""State of the CPU's random numbers, which torch.utils.checkpoint keeps for each region that recomputes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moment:
+class Moment(NamedTuple):
     """What is alive at one moment, bytes."""
 
     phase: Phase
@@ -26,11 +28,13 @@ class Moment:
     parameters: int
     optimizer_states: int
     gradients: int = 0
-    """Sharded, fp32."""
+    """Sharded; of the reduce-scatter's stream."""
     gathered_parameters: int = 0
-    """Unsharded parameters and all-gather buffers."""
+    """Unsharded parameters."""
+    all_gather_buffers: int = 0
+    """Of the all-gather's copy-in stream."""
     gradient_buffers: int = 0
-    """Unsharded gradients of the group at work and reduce-scatter buffers."""
+    """Unsharded gradients of the group at work and the reduce-scatter's input."""
     activations: int = 0
     loss: int = 0
     """Logits, log-probabilities and their gradients."""
@@ -39,202 +43,320 @@ class Moment:
 
     def terms(self) -> dict[str, int]:
         """Bytes by what they are for."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return dict(zip(self._fields[2:], self[2:], strict=True))
 
     @property
     def total_bytes(self) -> int:
         """All of them."""
-        return sum(self.terms().values())
+        return sum(self[2:])
+
+    @property
+    def main_stream_bytes(self) -> int:
+        """Those that the allocator takes for the stream of computation."""
+        return self.total_bytes - self.gradients - self.all_gather_buffers
 
 
-class _Step:
+class Step:
     """Sizes that all moments share."""
 
     def __init__(self, spec: TrainSpec) -> None:
         self.spec = spec
         self.here: Setting = setting(spec)
-        self.states: States = states(spec, self.here.width)
-        self.sharded = spec.parallel.world_size > 1
-        self.block: Footprint = footprint(block_ops(self.here), self.here.hidden_bytes)
-        self.norm: Footprint = footprint(last_norm_ops(self.here), self.here.hidden_bytes)
+        self.states: States = states(self.here)
+        self.sharded = shard_ranks(spec.parallel) > 1
+        self.ops: tuple[Op, ...] = block_ops(self.here)
         self.layers = spec.model.num_layers
         self.recomputed = frozenset(spec.ckpt.layers_recomputed(self.layers))
+        hidden = self.here.hidden_bytes
+        self.stored = cached_entries(spec)
+        self.kept: Footprint = footprint(self.ops, hidden)
+        self.again: Footprint = footprint(self.ops, hidden, self.stored) if self.recomputed else self.kept
+        self.norm: Footprint = footprint(last_norm_ops(self.here), hidden)
+        size = self.here.size
         self.logits = self.here.tokens * spec.model.vocab_size
-        self.embedding_grad = spec.model.vocab_size * spec.model.d_model * self.here.width
-        angles = spec.train.seq_len * spec.model.head_dim * FP32 if spec.model.position == "rope" else 0
-        self.inputs_bytes = self.here.tokens * _TOKEN_BYTES + angles
+        self.chunked = spec.train.loss == "chunked"
+        self.head_grad = size(spec.model.vocab_size * spec.model.d_model * self.here.width)
+        self.inputs_bytes = sum(size_bytes for _, size_bytes in inputs(self.here))
+        self.held_again = self.again.held_bytes + (0 if self.here.on_cuda else RNG_STATE_BYTES)
         # From the second micro-batch on, the gradients of the earlier ones are there.
         self.accumulated = self.states.gradient_bytes if spec.train.grad_accum > 1 else 0
+        self.base: dict[str, int] = {
+            "parameters": self.states.parameter_bytes,
+            "optimizer_states": self.states.optimizer_bytes,
+        }
+        self.never = spec.parallel.reshard_after_forward == "never"
+        always = spec.parallel.reshard_after_forward == "always"
+        self.root_after_forward = 0 if always else self.states.root.unsharded_bytes
+        self.bounds = self._bounds()
 
-    def kept_below(self, layer: int) -> int:
-        """Activations that the blocks before `layer` keep for backward, and what all blocks read."""
-        full = sum(1 for i in self.recomputed if i < layer)
-        return self.inputs_bytes + full * self.block.input_bytes + (layer - full) * self.block.kept_bytes
+    def _bounds(self) -> list[int]:
+        """Activations that the blocks before each layer keep for backward, and what all blocks read."""
+        held, bounds = self.inputs_bytes, []
+        for layer in range(self.layers + 1):
+            bounds.append(held)
+            held += self.held_again if layer in self.recomputed else self.kept.held_bytes
+        return bounds
 
-    def base(self) -> dict[str, int]:
-        return {"parameters": self.states.parameter_bytes, "optimizer_states": self.states.optimizer_bytes}
+    def unsharded_blocks(self, layer: int) -> int:
+        """Gathered parameters while this block works: its own, and those that were never let go."""
+        return self.states.block.unsharded_bytes * (layer + 1 if self.never else 1)
 
-    def ahead(self, group: Group) -> int:
-        """Output of an all-gather whose copy into parameters is to come; none on one rank."""
-        return group.unsharded_bytes if self.sharded else 0
+    def reduce_input(self, group: Group) -> int:
+        """Input of a reduce-scatter; gloo works on a copy of it."""
+        return group.reduce_bytes * (2 if self.sharded and not self.here.on_cuda else 1)
 
-    def gather_input(self, group: Group) -> int:
-        """The rank's rows, cast for the all-gather; fp32 rows are sent as they are."""
-        return group.sharded_bytes * self.here.width // FP32 if self.sharded and self.here.width < FP32 else 0
+    def layers_that_matter(self) -> list[int]:
+        """Blocks of which one has the highest moment: the ends, and of each kind the best.
 
-    def reduce(self, group: Group) -> int:
-        """Reduce-scatter of a group at its peak: input and output; gloo works on a copy of the input."""
-        output = group.sharded_bytes
-        copy = group.reduce_bytes if self.sharded and not self.here.on_cuda else 0
-        return group.reduce_bytes + copy + output
+        Between the ends, moments of blocks of one kind differ only by what earlier blocks hold and later ones have
+        given as gradients.
+        """
+        bounds, block = self.bounds, self.states.block
+        grads = 0 if self.accumulated else block.gradient_bytes
+        gathered = block.unsharded_bytes if self.never else 0
+        found = {0, 1, self.layers - 2, self.layers - 1}
+        for every in (self.recomputed, frozenset(range(self.layers)) - self.recomputed):
+            if every:
+                found.add(max(every))
+                found.add(max(every, key=lambda i: bounds[i] + i * (gathered - grads)))
+                inner = [i for i in every if 0 < i < self.layers - 1]
+                if inner:
+                    found.add(max(inner, key=lambda i: bounds[i] + i * (gathered - grads)))
+                    found.add(max(inner))
+        return sorted(i for i in found if 0 <= i < self.layers)
+
+
+    @property
+    def recompute_flops_fraction(self) -> float:
+        """FLOPs that recomputation adds, as a share of a step's without it.
+
+        Of a recomputed block runs again what its policy did not keep, up to the last tensor that backward needs.
+        """
+        model, loop = self.spec.model, self.spec.train
+        again = len(self.recomputed) * self.again.recomputed_flops
+        return again / shapes.step_flops(model, loop.micro_batch, loop.seq_len)
+
+    def largest_tensor_bytes(self) -> int:
+        """The largest tensor of a step, parameters included."""
+        logits = self.logits * FP32 // (shapes.LOSS_CHUNKS if self.chunked else 1)
+        return max(logits, self.head_grad, self.states.largest_shard_bytes, *(op.output_bytes for op in self.ops))
+
+
+def cached_entries(spec: TrainSpec) -> frozenset[str]:
+    """The outputs that a recomputing block keeps."""
+    return shapes.saved_ops(spec.model, spec.ckpt.save) if spec.ckpt.save is not None else frozenset()
+
+
+def inputs(here: Setting) -> list[tuple[str, int]]:
+    """What is there for the whole step, by name: tokens and targets, angles or positions, a mask; bytes."""
+    spec = here.spec
+    tokens = here.size(here.tokens * TOKEN_BYTES)
+    found = [("tokens", tokens), ("targets", tokens)]
+    if spec.train.dropout:
+        numbers = here.tokens * spec.model.d_model
+        found.append(("embedding_dropout.mask", here.size(numbers * (1 if here.on_cuda else here.width))))
+    if spec.model.position == "rope":
+        return [*found, ("angles", here.size(spec.train.seq_len * spec.model.head_dim * FP32))]
+    return [*found, ("positions", here.size(spec.train.seq_len * TOKEN_BYTES))]
 
 
 def moments(spec: TrainSpec) -> tuple[Moment, ...]:
     """The moments of one step from the second on, with the last micro-batch's when there are several."""
-    step = _Step(spec)
+    step = Step(spec)
+    return moments_of(step, range(step.layers))
+
+
+def moments_of(step: Step, layers: Sequence[int]) -> tuple[Moment, ...]:
+    """The same, of the blocks only these; `Step.layers_that_matter` are those among which the highest is."""
+    scratch = step.states.optimizer_step_scratch_bytes
+    updating: dict[str, Any] = step.base | {"gradients": step.states.gradient_bytes, "scratch": scratch}
     return (
         Moment(phase="init", name="all parameters made", parameters=step.states.parameter_bytes, optimizer_states=0),
-        *_forward(step),
-        *_loss(step),
-        *_backward(step),
-        Moment(
-            phase="optimizer_step",
-            name="AdamW",
-            **step.base(),
-            gradients=step.states.gradient_bytes,
-            activations=step.inputs_bytes,
-            scratch=step.states.optimizer_step_scratch_bytes,
-        ),
+        *_forward(step, layers),
+        *(_chunked_loss(step) if step.chunked else _loss(step)),
+        *_backward(step, layers),
+        Moment(phase="optimizer_step", name="AdamW", activations=step.inputs_bytes, **updating),
         # torch makes AdamW's states by a step with gradients of zero, then fills them from the files.
+        Moment(phase="resume", name="making optimizer states", **updating),
         Moment(
-            phase="resume",
-            name="making optimizer states",
-            **step.base(),
-            gradients=step.states.gradient_bytes,
-            scratch=step.states.optimizer_step_scratch_bytes,
-        ),
-        Moment(
-            phase="resume",
-            name="reading a checkpoint",
-            **step.base(),
-            scratch=2 * step.states.largest_shard_bytes,
+            phase="resume", name="reading a checkpoint", scratch=2 * step.states.largest_shard_bytes, **step.base
         ),
     )
 
 
-def _forward(step: _Step) -> Iterator[Moment]:
+def _forward(step: Step, layers: Sequence[int]) -> Iterator[Moment]:
     root, block = step.states.root, step.states.block
-    for layer in range(step.layers):
-        again = layer in step.recomputed
-        peak = step.block.forward_only_peak_bytes if again else step.block.forward_peak_bytes
+    rest: dict[str, Any] = {"phase": "forward", **step.base, "gradients": step.accumulated}
+    yield Moment(
+        name="gathering the root",
+        gathered_parameters=root.unsharded_bytes,
+        all_gather_buffers=root.gathered_bytes + block.gather_input_bytes + block.gathered_bytes,
+        activations=step.inputs_bytes + step.here.hidden_bytes,
+        **rest,
+    )
+    for layer in layers:
+        peak = (step.again if layer in step.recomputed else step.kept).forward_peak_bytes
         yield Moment(
-            phase="forward",
             name=f"block {layer}",
-            **step.base(),
-            gradients=step.accumulated,
-            gathered_parameters=root.unsharded_bytes + block.unsharded_bytes + step.ahead(block),
-            activations=step.kept_below(layer) + peak,
+            gathered_parameters=root.unsharded_bytes + step.unsharded_blocks(layer),
+            all_gather_buffers=block.gathered_bytes,
+            activations=step.bounds[layer] + peak,
+            **rest,
         )
+
+
+def _after_blocks(step: Step, root_bytes: int, *, last_buffer: bool = False) -> dict[str, Any]:
+    """What is alive between the blocks' forward and backward."""
+    block = step.states.block
+    kept = step.layers * block.unsharded_bytes if step.never else 0
+    return {
+        **step.base,
+        "gradients": step.accumulated,
+        "gathered_parameters": root_bytes + kept,
+        "all_gather_buffers": block.gathered_bytes if last_buffer else 0,
+    }
+
+
+def _loss(step: Step) -> Iterator[Moment]:
+    """Full logits: their fp32 copy where they are not fp32, log-probabilities, and two gradients of that size."""
+    width, root, block, size = step.here.width, step.states.root, step.states.block, step.here.size
+    norm_output = step.norm.output_bytes
+    held = step.bounds[step.layers] + step.norm.held_bytes + norm_output
+    logits, in_fp32 = size(step.logits * width), size(step.logits * FP32)
+    copy = in_fp32 if width < FP32 else 0
+    after = _after_blocks(step, step.root_after_forward) | {"activations": held}
     yield Moment(
         phase="forward",
         name="logits",
-        **step.base(),
-        gradients=step.accumulated,
-        gathered_parameters=root.unsharded_bytes + step.ahead(block),
-        activations=step.kept_below(step.layers) + step.norm.kept_bytes + step.norm.output_bytes,
-        loss=step.logits * step.here.width,
+        **(_after_blocks(step, root.unsharded_bytes, last_buffer=True) | {"activations": held}),
+        loss=logits,
     )
-
-
-def _loss(step: _Step) -> Iterator[Moment]:
-    """Full logits: their fp32 copy where they are not fp32, log-probabilities, and two gradients of that size."""
-    width, root, block = step.here.width, step.states.root, step.states.block
-    held = step.kept_below(step.layers) + step.norm.kept_bytes + step.norm.output_bytes
-    copy = FP32 if width < FP32 else 0
-    rest = {**step.base(), "gradients": step.accumulated, "activations": held}
-    gathered = root.unsharded_bytes
-    yield Moment(
-        phase="forward",
-        name="cross-entropy",
-        **rest,
-        gathered_parameters=gathered,
-        loss=step.logits * (width + copy + FP32),
-    )
-    yield Moment(
-        phase="backward",
-        name="cross-entropy",
-        **rest,
-        gathered_parameters=gathered,
-        loss=step.logits * 3 * FP32,
-    )
-    yield Moment(
-        phase="backward",
-        name="head",
-        **(rest | {"activations": held + step.here.hidden_bytes}),
-        gathered_parameters=gathered + step.ahead(block) + step.gather_input(block),
-        gradient_buffers=step.embedding_grad,
-        loss=step.logits * width,
-    )
+    yield Moment(phase="forward", name="cross-entropy", **after, loss=logits + copy + in_fp32)
+    yield Moment(phase="backward", name="cross-entropy", **after, loss=3 * in_fp32)
     if width < FP32:
-        yield Moment(
-            phase="backward",
-            name="gradient of the logits cast",
-            **rest,
-            gathered_parameters=gathered,
-            loss=step.logits * (FP32 + width),
-        )
+        yield Moment(phase="backward", name="gradient of the logits cast", **after, loss=in_fp32 + logits)
+    yield from _head(step, held, logits)
     yield Moment(
         phase="backward",
         name="last norm",
-        **(rest | {"activations": step.kept_below(step.layers) + step.norm.backward_peak_bytes}),
-        gathered_parameters=gathered + step.ahead(block),
-        gradient_buffers=step.embedding_grad,
+        **_gathering(step, block.gathered_bytes),
+        activations=step.bounds[step.layers] + step.norm.backward_peak_bytes,
+        gradient_buffers=step.head_grad,
     )
 
 
-def _backward(step: _Step) -> Iterator[Moment]:
+def _gathering(step: Step, buffers: int) -> dict[str, Any]:
+    """Backward before the blocks: the root is gathered, and the last block on its way."""
+    return _after_blocks(step, step.states.root.unsharded_bytes) | {"all_gather_buffers": 0 if step.never else buffers}
+
+
+def _head(step: Step, held: int, logits: int) -> Iterator[Moment]:
     root, block = step.states.root, step.states.block
-    root_grads = step.embedding_grad + step.norm.parameter_grad_bytes
-    for layer in reversed(range(step.layers)):
-        reduced = (step.layers - 1 - layer) * block.sharded_bytes
-        # The input of the last reduce-scatter stays until the next one.
-        before = block.reduce_bytes if layer < step.layers - 1 else 0
-        ahead = step.ahead(block) if layer > 0 else 0
-        again = layer in step.recomputed
-        peak = step.block.recompute_peak_bytes if again else step.block.backward_peak_bytes
-        rest = {**step.base(), "gradients": step.accumulated or reduced}
-        yield Moment(
-            phase="backward",
-            name=f"block {layer}" + (", recomputed" if again else ""),
-            **rest,
-            gathered_parameters=root.unsharded_bytes + block.unsharded_bytes + ahead,
-            gradient_buffers=root_grads + before,
-            activations=step.kept_below(layer) + peak,
-        )
-        yield Moment(
-            phase="backward",
-            name=f"reduce-scatter of block {layer}",
-            **rest,
-            gathered_parameters=root.unsharded_bytes + ahead,
-            gradient_buffers=root_grads + step.reduce(block),
-            activations=step.kept_below(layer) + step.here.hidden_bytes,
-        )
-    tied = step.embedding_grad if step.spec.model.tie_embeddings else 0
-    all_root_grads = root.unsharded_bytes
+    buffers = block.gathered_bytes + block.gather_input_bytes
     yield Moment(
         phase="backward",
+        name="head",
+        **_gathering(step, buffers),
+        activations=held + step.here.hidden_bytes,
+        gradient_buffers=step.head_grad,
+        loss=logits,
+    )
+    if step.root_after_forward == 0:
+        yield Moment(
+            phase="backward",
+            name="gathering the root again",
+            **(_after_blocks(step, root.unsharded_bytes) | {"all_gather_buffers": root.gathered_bytes}),
+            activations=held,
+            loss=logits,
+        )
+
+
+def _chunked_loss(step: Step) -> Iterator[Moment]:
+    """Logits of a slice of the tokens in fp32, with their copy in bf16; the gradients are made in forward.
+
+    Source: train/loss.py. Between forward and backward the gradients of its input and of the head's matrix are held.
+    """
+    here, root, block = step.here, step.states.root, step.states.block
+    tokens = -(-here.tokens // shapes.LOSS_CHUNKS)
+    numbers = tokens * step.spec.model.vocab_size
+    slice_bytes = here.size(numbers * FP32) + (here.size(numbers * here.width) if here.width < FP32 else 0)
+    held = step.bounds[step.layers] + step.norm.held_bytes
+    gradients = {"gradient_buffers": step.head_grad, "activations": held + here.hidden_bytes}
+    yield Moment(
+        phase="forward",
+        name="cross-entropy of a slice",
+        **_after_blocks(step, root.unsharded_bytes, last_buffer=True),
+        **(gradients | {"activations": held + step.norm.output_bytes + here.hidden_bytes}),
+        loss=slice_bytes,
+    )
+    yield Moment(phase="backward", name="before the blocks", **_gathering(step, block.gathered_bytes), **gradients)
+    yield Moment(
+        phase="backward",
+        name="last norm",
+        **_gathering(step, block.gathered_bytes),
+        activations=step.bounds[step.layers] + step.norm.backward_peak_bytes,
+        gradient_buffers=step.head_grad,
+    )
+
+
+def _backward(step: Step, layers: Sequence[int]) -> Iterator[Moment]:
+    root, block, last = step.states.root, step.states.block, step.layers - 1
+    root_grads = step.head_grad + step.norm.parameter_grad_bytes
+    for layer in reversed(layers):
+        reduced = step.accumulated or (last - layer) * block.gradient_bytes
+        # The input of the last reduce-scatter stays until the next one.
+        before = block.reduce_bytes if layer < last else 0
+        again = layer in step.recomputed
+        peak = (step.again if again else step.kept).backward_peak_bytes
+        rest: dict[str, Any] = {"phase": "backward", **step.base}
+        rest["all_gather_buffers"] = 0 if step.never or layer == 0 else block.gathered_bytes
+        yield Moment(
+            name=f"block {layer}" + (", recomputed" if again else ""),
+            gradients=reduced,
+            gathered_parameters=root.unsharded_bytes + step.unsharded_blocks(layer),
+            gradient_buffers=root_grads + before,
+            activations=step.bounds[layer] + peak,
+            **rest,
+        )
+        rest |= {
+            "gathered_parameters": root.unsharded_bytes + step.unsharded_blocks(layer) - block.unsharded_bytes,
+            "activations": step.bounds[layer] + step.here.hidden_bytes,
+        }
+        yield from _reduction(step, block, f"block {layer}", reduced, root_grads, rest)
+    yield from _root_backward(step, step.accumulated or step.layers * block.gradient_bytes)
+
+
+def _root_backward(step: Step, reduced: int) -> Iterator[Moment]:
+    """The embedding, whose gradient a tied head's is added to, and the root's reduce-scatter."""
+    root, block = step.states.root, step.states.block
+    tied = step.head_grad if step.spec.model.tie_embeddings else 0
+    # autograd adds in place what it made itself; what the chunked loss made is added into a third.
+    third = tied if step.chunked else 0
+    rest: dict[str, Any] = {"phase": "backward", **step.base}
+    yield Moment(
         name="embedding",
-        **step.base(),
-        gradients=step.accumulated or step.layers * block.sharded_bytes,
+        gradients=reduced,
         gathered_parameters=root.unsharded_bytes,
-        gradient_buffers=all_root_grads + tied + block.reduce_bytes,
-        activations=step.kept_below(0) + step.here.hidden_bytes,
+        gradient_buffers=root.unsharded_bytes + tied + third + block.reduce_bytes,
+        activations=step.bounds[0] + (0 if third else step.here.hidden_bytes),
+        **rest,
+    )
+    yield from _reduction(step, root, "the root", reduced, 0, rest | {"activations": step.bounds[0]})
+
+
+def _reduction(
+    step: Step, group: Group, name: str, reduced: int, other_buffers: int, rest: dict[str, Any]
+) -> Iterator[Moment]:
+    """A group's gradients are copied into the input of its reduce-scatter, then freed, then the output is made."""
+    yield Moment(
+        name=f"gradients of {name} copied",
+        gradients=reduced,
+        gradient_buffers=other_buffers + group.unsharded_bytes + group.reduce_bytes,
+        **rest,
     )
     yield Moment(
-        phase="backward",
-        name="reduce-scatter of the root",
-        **step.base(),
-        gradients=step.accumulated or step.layers * block.sharded_bytes,
-        gradient_buffers=max(all_root_grads + root.reduce_bytes, step.reduce(root)),
-        activations=step.kept_below(0),
+        name=f"reduce-scatter of {name}",
+        gradients=reduced + group.gradient_bytes,
+        gradient_buffers=other_buffers + step.reduce_input(group),
+        **rest,
     )
