@@ -5,6 +5,7 @@ FSDP frees parameters by resizing their storages to nothing, which no operation 
 """
 
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,13 @@ class LiveBytes(TorchDispatchMode):
 
     def total(self) -> int:
         """Bytes alive at this moment."""
-        alive = [ref() for ref in list(self._storages.values())]
-        return sum(storage.nbytes() for storage in alive if storage is not None)
+        return sum(self.sizes())
+
+    def sizes(self, without: Iterable[torch.Tensor] = ()) -> list[int]:
+        """Bytes of each storage alive at this moment, those of the tensors `without` left out."""
+        left_out = {tensor.untyped_storage()._cdata for tensor in without}
+        alive = [(key, ref()) for key, ref in list(self._storages.items())]
+        return [storage.nbytes() for key, storage in alive if storage is not None and key not in left_out]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(t, "__name__", "") == "DTensor" for t in types):

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from orchestrator.memory.allocator import reserved_bytes
 from orchestrator.memory.estimate import PHASES, MemoryEstimate, Phase, cannot_tell
 from orchestrator.memory.step import Moment, Step, moments_of
-from train import shapes
 from train.spec import Problem, TrainSpec
 
 GIB = 1024**3
@@ -97,7 +96,7 @@ def _overheads(spec: TrainSpec) -> tuple[int, int, int, tuple[str, ...]]:
         nccl = _HIGHEST_NCCL_BYTES
         notes.append(f"device.nccl_bytes: not measured on {device.name}; the highest published, 2 GiB, counts")
     if device.kind == "cuda":
-        notes.append("reserved bytes: whole segments of each stream's own peak; the margin is for what fragments beyond")
+        notes.append("reserved bytes: each stream's own peak in whole segments; the margin is for what fragments beyond")
     return context, workspace, nccl, tuple(notes)
 
 

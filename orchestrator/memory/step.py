@@ -7,15 +7,13 @@ blocks and the root, backward gathers the next group ahead. It must not import t
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from orchestrator.memory.block import FP32, Setting, block_ops, last_norm_ops, setting
+from orchestrator.memory.block import FP32, WIDTH, Setting, block_ops, last_norm_ops, setting
 from orchestrator.memory.estimate import Phase
 from orchestrator.memory.graph import Footprint, Op, footprint
 from orchestrator.memory.states import Group, States, shard_ranks, states
 from train import shapes
 from train.spec import TrainSpec
 
-TOKEN_BYTES = 8
-"""A token, int64."""
 RNG_STATE_BYTES = 5056
 """State of the CPU's random numbers, which torch.utils.checkpoint keeps for each region that recomputes."""
 
@@ -76,7 +74,7 @@ class Step:
         self.logits = self.here.tokens * spec.model.vocab_size
         self.chunked = spec.train.loss == "chunked"
         self.head_grad = size(spec.model.vocab_size * spec.model.d_model * self.here.width)
-        self.inputs_bytes = sum(size_bytes for _, size_bytes in inputs(self.here))
+        self.inputs_bytes = sum(size_bytes for _, _, _, size_bytes in inputs(self.here))
         self.held_again = self.again.held_bytes + (0 if self.here.on_cuda else RNG_STATE_BYTES)
         # From the second micro-batch on, the gradients of the earlier ones are there.
         self.accumulated = self.states.gradient_bytes if spec.train.grad_accum > 1 else 0
@@ -147,17 +145,24 @@ def cached_entries(spec: TrainSpec) -> frozenset[str]:
     return shapes.saved_ops(spec.model, spec.ckpt.save) if spec.ckpt.save is not None else frozenset()
 
 
-def inputs(here: Setting) -> list[tuple[str, int]]:
-    """What is there for the whole step, by name: tokens and targets, angles or positions, a mask; bytes."""
-    spec = here.spec
-    tokens = here.size(here.tokens * TOKEN_BYTES)
-    found = [("tokens", tokens), ("targets", tokens)]
-    if spec.train.dropout:
-        numbers = here.tokens * spec.model.d_model
-        found.append(("embedding_dropout.mask", here.size(numbers * (1 if here.on_cuda else here.width))))
+def inputs(here: Setting) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """What is there from forward to backward whatever the blocks keep: name, dims, dtype, bytes.
+
+    Tokens and targets, angles or position ids, and the mask of the embedding's dropout.
+    """
+    spec, size = here.spec, here.size
+    dims = (spec.train.micro_batch, spec.train.seq_len)
+    tokens = size(here.tokens * WIDTH["int64"])
+    found: list[tuple[str, tuple[int, ...], str, int]] = [(n, dims, "int64", tokens) for n in ("tokens", "targets")]
     if spec.model.position == "rope":
-        return [*found, ("angles", here.size(spec.train.seq_len * spec.model.head_dim * FP32))]
-    return [*found, ("positions", here.size(spec.train.seq_len * TOKEN_BYTES))]
+        angles = (spec.train.seq_len, spec.model.head_dim)
+        found.append(("angles", angles, "fp32", size(angles[0] * angles[1] * FP32)))
+    else:
+        found.append(("positions", dims[1:], "int64", size(dims[1] * WIDTH["int64"])))
+    if spec.train.dropout:
+        mask, dtype = (*dims, spec.model.d_model), "bool" if here.on_cuda else here.dtype
+        found.append(("embedding_dropout.mask", mask, dtype, size(here.tokens * mask[-1] * WIDTH[dtype])))
+    return found
 
 
 def moments(spec: TrainSpec) -> tuple[Moment, ...]:
