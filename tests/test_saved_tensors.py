@@ -5,15 +5,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from orchestrator.memory.formula import recompute_flops_fraction
 from orchestrator.memory.saved import Section, ledger
 from orchestrator.memory.step import RNG_STATE_BYTES
 from tests.live_bytes import LiveBytes
 from tests.small_run import one_rank
 from tests.specs import train_spec
+from train import shapes
 from train.activation import apply_checkpointing
 from train.loss import batch_loss
-from train.model import build
+from train.model import Transformer, build
 from train.spec import TrainSpec
 
 GELU = ("model=tiny", "model.num_layers=3", "device=cpu", "train.micro_batch=2", "train.seq_len=48")
@@ -59,8 +62,8 @@ def _group() -> Iterator[None]:
         yield
 
 
-def alive_after_forward(spec: TrainSpec) -> Counter[int]:
-    """Sizes of all storages that a forward pass leaves alive, parameters left out."""
+def real_module(spec: TrainSpec) -> Transformer:
+    """The checkpointed module with numbers in it, and no FSDP."""
     module = build(spec.model, dropout=spec.train.dropout)
     apply_checkpointing(module, spec.ckpt)
     if spec.train.precision == "bf16":
@@ -69,6 +72,12 @@ def alive_after_forward(spec: TrainSpec) -> Counter[int]:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.uniform_(-0.1, 0.1)
+    return module
+
+
+def alive_after_forward(spec: TrainSpec) -> Counter[int]:
+    """Sizes of all storages that a forward pass leaves alive, parameters left out."""
+    module = real_module(spec)
     tokens = torch.randint(0, spec.model.vocab_size, (spec.train.micro_batch, spec.train.seq_len))
     targets = tokens.clone()
     live = LiveBytes()
@@ -117,3 +126,17 @@ def test_a_region_that_recomputes_keeps_the_state_of_the_random_numbers() -> Non
         ("input", 2 * 48 * 128 * 4),
         ("rng_state", RNG_STATE_BYTES),
     ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_flops_of_recomputation_are_those_counted(family: str, policy: str) -> None:
+    # Plain attention: the counter knows its products, and takes the fused kernel of the CPU for nothing.
+    spec = train_spec(*FAMILIES[family], ATTENTION["math"], *POLICIES[policy])
+    tokens = torch.zeros((spec.train.micro_batch, spec.train.seq_len), dtype=torch.int64)
+    loss = batch_loss(spec.train, real_module(spec), tokens, tokens)
+    with FlopCounterMode(display=False) as counted:
+        loss.backward()
+    step = shapes.step_flops(spec.model, spec.train.micro_batch, spec.train.seq_len)
+    forward_and_backward = step * (1 + recompute_flops_fraction(spec))
+    assert counted.get_total_flops() + step // 3 == pytest.approx(forward_and_backward, rel=1e-12)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from orchestrator.project import CONF_DIR
 from tests.specs import train_spec
 from train import shapes
-from train.loop import cross_entropy
+from train.loss import cross_entropy
 from train.model import Block, Transformer, build, rope_angles
 from train.spec import ModelSpec
 

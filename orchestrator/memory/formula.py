@@ -96,7 +96,9 @@ def _overheads(spec: TrainSpec) -> tuple[int, int, int, tuple[str, ...]]:
         nccl = _HIGHEST_NCCL_BYTES
         notes.append(f"device.nccl_bytes: not measured on {device.name}; the highest published, 2 GiB, counts")
     if device.kind == "cuda":
-        notes.append("reserved bytes: each stream's own peak in whole segments; the margin is for what fragments beyond")
+        notes.append(
+            "reserved bytes: each stream's own peak in whole segments; the margin is for what fragments beyond"
+        )
     return context, workspace, nccl, tuple(notes)
 
 

@@ -75,6 +75,9 @@ class Step:
         self.chunked = spec.train.loss == "chunked"
         self.head_grad = size(spec.model.vocab_size * spec.model.d_model * self.here.width)
         self.inputs_bytes = sum(size_bytes for _, _, _, size_bytes in inputs(self.here))
+        # The batch and the angles stay through the optimizer's step, position ids and masks do not.
+        staying = ("tokens", "targets", "angles")
+        self.batch_bytes = sum(size_bytes for name, _, _, size_bytes in inputs(self.here) if name in staying)
         self.held_again = self.again.held_bytes + (0 if self.here.on_cuda else RNG_STATE_BYTES)
         # From the second micro-batch on, the gradients of the earlier ones are there.
         self.accumulated = self.states.gradient_bytes if spec.train.grad_accum > 1 else 0
@@ -122,7 +125,6 @@ class Step:
                     found.add(max(inner, key=lambda i: bounds[i] + i * (gathered - grads)))
                     found.add(max(inner))
         return sorted(i for i in found if 0 <= i < self.layers)
-
 
     @property
     def recompute_flops_fraction(self) -> float:
@@ -180,12 +182,10 @@ def moments_of(step: Step, layers: Sequence[int]) -> tuple[Moment, ...]:
         *_forward(step, layers),
         *(_chunked_loss(step) if step.chunked else _loss(step)),
         *_backward(step, layers),
-        Moment(phase="optimizer_step", name="AdamW", activations=step.inputs_bytes, **updating),
+        Moment(phase="optimizer_step", name="AdamW", activations=step.batch_bytes, **updating),
         # torch makes AdamW's states by a step with gradients of zero, then fills them from the files.
         Moment(phase="resume", name="making optimizer states", **updating),
-        Moment(
-            phase="resume", name="reading a checkpoint", scratch=2 * step.states.largest_shard_bytes, **step.base
-        ),
+        Moment(phase="resume", name="reading a checkpoint", scratch=2 * step.states.largest_shard_bytes, **step.base),
     )
 
 
