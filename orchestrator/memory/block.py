@@ -138,6 +138,7 @@ class _Line:
                 self.saved(f"{out}.normalized", dims, "fp32"),
             ),
             forward_scratch_bytes=0 if in_fp32 else n * FP32,
+            forward_only_less_bytes=0 if in_fp32 else n * self.here.width,
             backward_scratch_bytes=n * (4 * FP32 - self.here.width),
             parameter_grad_bytes=self.grads_of(parameter),
         )

@@ -97,7 +97,7 @@ def _overheads(spec: TrainSpec) -> tuple[int, int, int, tuple[str, ...]]:
         notes.append(f"device.nccl_bytes: not measured on {device.name}; the highest published, 2 GiB, counts")
     if device.kind == "cuda":
         notes.append(
-            "reserved bytes: each stream's own peak in whole segments; the margin is for what fragments beyond"
+            "reserved bytes: each stream's own peak, in segments; the margin is for what fragments beyond"
         )
     return context, workspace, nccl, tuple(notes)
 

@@ -46,6 +46,8 @@ class Op(NamedTuple):
     """Of its forward."""
     forward_scratch_bytes: int = 0
     """Alive for a moment in forward, above all of these."""
+    forward_only_less_bytes: int = 0
+    """Gone by then in a forward that keeps nothing for backward."""
     backward_scratch_bytes: int = 0
     """Alive for a moment in backward, above the gradients of output and inputs."""
     parameter_grad_bytes: int = 0
@@ -177,9 +179,11 @@ class _Line:
                 peak = max(peak, live + made + (0 if again else op.forward_scratch_bytes))
             else:
                 made = op.output_bytes + op.hidden_bytes
-                peak = max(peak, live + made + op.forward_scratch_bytes)
+                highest = made + op.forward_scratch_bytes
                 if without_hidden:
+                    highest -= op.forward_only_less_bytes
                     made = op.output_bytes
+                peak = max(peak, live + highest)
             live += made
             for name in self.dying[i]:
                 if name not in kept and name != ops[-1].output and (again or name not in stores):
