@@ -40,7 +40,7 @@ SMALL = (
     "optim.warmup_steps=2",
     "budget.max_steps=6",
 )
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 
 @cache

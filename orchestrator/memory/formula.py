@@ -4,7 +4,7 @@
 a number with a warning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from orchestrator.memory.allocator import reserved_bytes
 from orchestrator.memory.estimate import PHASES, MemoryEstimate, Phase, cannot_tell
@@ -32,12 +32,16 @@ def estimate(spec: TrainSpec) -> MemoryEstimate:
         return cannot_tell(unknown)
     step = Step(spec)
     every = moments_of(step, step.layers_that_matter())
-    first = tuple(_first_step(every))
-    peak = max(every, key=lambda moment: moment.total_bytes)
+    totals = [moment.total_bytes for moment in every]
+    peak = every[totals.index(max(totals))]
+    highest: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+    for moment, total in zip(every, totals, strict=True):
+        highest[moment.phase] = max(highest[moment.phase], total)
+    first = _first_step(every)
     context, workspace, nccl, notes = _overheads(spec)
     terms = {name: value for name, value in peak.terms().items() if value}
     terms |= {"context": context, "nccl": nccl, "workspace": workspace}
-    allocated = reserved = peak.total_bytes
+    allocated = reserved = max(totals)
     first_allocated = first_reserved = max(moment.total_bytes for moment in first)
     if step.here.on_cuda:
         largest = step.largest_tensor_bytes()
@@ -52,7 +56,7 @@ def estimate(spec: TrainSpec) -> MemoryEstimate:
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         peak_device_bytes=sum(terms.values()),
-        phases={phase: _highest(every, phase) for phase in PHASES},
+        phases=dict(highest),
         first_step_peak_allocated_bytes=first_allocated,
         first_step_peak_reserved_bytes=first_reserved,
         terms=dict(terms),
@@ -67,17 +71,13 @@ def recompute_flops_fraction(spec: TrainSpec) -> float:
     return Step(spec).recompute_flops_fraction
 
 
-def _highest(every: tuple[Moment, ...], phase: Phase) -> int:
-    return max(moment.total_bytes for moment in every if moment.phase == phase)
-
-
-def _first_step(every: tuple[Moment, ...]) -> Iterator[Moment]:
+def _first_step(every: Sequence[Moment]) -> tuple[Moment, ...]:
     """AdamW makes its states in the first optimizer step: before it they are not there."""
-    for moment in every:
-        if moment.phase == "optimizer_step":
-            yield moment
-        elif moment.phase != "resume":
-            yield moment._replace(optimizer_states=0)
+    return tuple(
+        moment if moment.phase == "optimizer_step" else moment._replace(optimizer_states=0)
+        for moment in every
+        if moment.phase != "resume"
+    )
 
 
 def _overheads(spec: TrainSpec) -> tuple[int, int, int, tuple[str, ...]]:

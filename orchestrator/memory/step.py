@@ -4,6 +4,7 @@ Takes a TrainSpec, gives Moments of rank 0, in order. Follows train/parallel.py 
 blocks and the root, backward gathers the next group ahead. It must not import torch.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,20 +39,22 @@ class Moment(NamedTuple):
     """Logits, log-probabilities and their gradients."""
     scratch: int = 0
     """The optimizer's intermediates."""
+    idle: int = 0
+    """Not alive: freed blocks that CUDA's allocator holds, each too small for what is asked for at this moment."""
 
     def terms(self) -> dict[str, int]:
-        """Bytes by what they are for."""
-        return dict(zip(self._fields[2:], self[2:], strict=True))
+        """Bytes alive, by what they are for."""
+        return dict(zip(self._fields[2:-1], self[2:-1], strict=True))
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
-        return sum(self[2:])
+        """Bytes alive, all together."""
+        return sum(self[2:-1])
 
     @property
     def main_stream_bytes(self) -> int:
-        """Those that the allocator takes for the stream of computation."""
-        return self.total_bytes - self.gradients - self.all_gather_buffers
+        """What the allocator holds for the stream of computation."""
+        return sum(self[2:]) - self.gradients - self.all_gather_buffers
 
 
 class Step:
@@ -64,7 +67,8 @@ class Step:
         self.sharded = shard_ranks(spec.parallel) > 1
         self.ops: tuple[Op, ...] = block_ops(self.here)
         self.layers = spec.model.num_layers
-        self.recomputed = frozenset(spec.ckpt.layers_recomputed(self.layers))
+        self.recomputed = spec.ckpt.layers_recomputed(self.layers)
+        """Sorted."""
         hidden = self.here.hidden_bytes
         self.stored = cached_entries(spec)
         self.kept: Footprint = footprint(self.ops, hidden)
@@ -88,15 +92,16 @@ class Step:
         self.never = spec.parallel.reshard_after_forward == "never"
         always = spec.parallel.reshard_after_forward == "always"
         self.root_after_forward = 0 if always else self.states.root.unsharded_bytes
-        self.bounds = self._bounds()
 
-    def _bounds(self) -> list[int]:
-        """Activations that the blocks before each layer keep for backward, and what all blocks read."""
-        held, bounds = self.inputs_bytes, []
-        for layer in range(self.layers + 1):
-            bounds.append(held)
-            held += self.held_again if layer in self.recomputed else self.kept.held_bytes
-        return bounds
+    def recomputes(self, layer: int) -> bool:
+        """Whether this block runs again in backward."""
+        at = bisect_left(self.recomputed, layer)
+        return at < len(self.recomputed) and self.recomputed[at] == layer
+
+    def held_below(self, layer: int) -> int:
+        """Activations that the blocks before this one keep for backward, and what all blocks read."""
+        again = bisect_left(self.recomputed, layer)
+        return self.inputs_bytes + again * self.held_again + (layer - again) * self.kept.held_bytes
 
     def unsharded_blocks(self, layer: int) -> int:
         """Gathered parameters while this block works: its own, and those that were never let go."""
@@ -112,19 +117,21 @@ class Step:
         Between the ends, moments of blocks of one kind differ only by what earlier blocks hold and later ones have
         given as gradients.
         """
-        bounds, block = self.bounds, self.states.block
+        block, last = self.states.block, self.layers - 1
         grads = 0 if self.accumulated else block.gradient_bytes
-        gathered = block.unsharded_bytes if self.never else 0
-        found = {0, 1, self.layers - 2, self.layers - 1}
-        for every in (self.recomputed, frozenset(range(self.layers)) - self.recomputed):
-            if every:
-                found.add(max(every))
-                found.add(max(every, key=lambda i: bounds[i] + i * (gathered - grads)))
-                inner = [i for i in every if 0 < i < self.layers - 1]
-                if inner:
-                    found.add(max(inner, key=lambda i: bounds[i] + i * (gathered - grads)))
-                    found.add(max(inner))
-        return sorted(i for i in found if 0 <= i < self.layers)
+        slope = (block.unsharded_bytes if self.never else 0) - grads
+        found = {0, 1, last - 1, last}
+        for again in (True, False):
+            best = latest = -1
+            most = 0
+            for layer in range(1, last):
+                if self.recomputes(layer) is again:
+                    latest = layer
+                    here = self.held_below(layer) + layer * slope
+                    if best < 0 or here > most:
+                        best, most = layer, here
+            found |= {best, latest}
+        return sorted(layer for layer in found if 0 <= layer <= last)
 
     @property
     def recompute_flops_fraction(self) -> float:
@@ -200,12 +207,12 @@ def _forward(step: Step, layers: Sequence[int]) -> Iterator[Moment]:
         **rest,
     )
     for layer in layers:
-        peak = (step.again if layer in step.recomputed else step.kept).forward_peak_bytes
+        peak = (step.again if step.recomputes(layer) else step.kept).forward_peak_bytes
         yield Moment(
             name=f"block {layer}",
             gathered_parameters=root.unsharded_bytes + step.unsharded_blocks(layer),
             all_gather_buffers=block.gathered_bytes,
-            activations=step.bounds[layer] + peak,
+            activations=step.held_below(layer) + peak,
             **rest,
         )
 
@@ -226,10 +233,12 @@ def _loss(step: Step) -> Iterator[Moment]:
     """Full logits: their fp32 copy where they are not fp32, log-probabilities, and two gradients of that size."""
     width, root, block, size = step.here.width, step.states.root, step.states.block, step.here.size
     norm_output = step.norm.output_bytes
-    held = step.bounds[step.layers] + step.norm.held_bytes + norm_output
+    held = step.held_below(step.layers) + step.norm.held_bytes + norm_output
     logits, in_fp32 = size(step.logits * width), size(step.logits * FP32)
     copy = in_fp32 if width < FP32 else 0
-    after = _after_blocks(step, step.root_after_forward) | {"activations": held}
+    after = _after_blocks(step, step.root_after_forward) | {"activations": held, "idle": _freed_in_forward(step)}
+    # A block of logits in bf16 is half of what a gradient in fp32 asks for.
+    idle = after["idle"] + (logits if copy and step.here.on_cuda else 0)
     yield Moment(
         phase="forward",
         name="logits",
@@ -237,7 +246,7 @@ def _loss(step: Step) -> Iterator[Moment]:
         loss=logits,
     )
     yield Moment(phase="forward", name="cross-entropy", **after, loss=logits + copy + in_fp32)
-    yield Moment(phase="backward", name="cross-entropy", **after, loss=3 * in_fp32)
+    yield Moment(phase="backward", name="cross-entropy", **(after | {"idle": idle}), loss=3 * in_fp32)
     if width < FP32:
         yield Moment(phase="backward", name="gradient of the logits cast", **after, loss=in_fp32 + logits)
     yield from _head(step, held, logits)
@@ -245,9 +254,22 @@ def _loss(step: Step) -> Iterator[Moment]:
         phase="backward",
         name="last norm",
         **_gathering(step, block.gathered_bytes),
-        activations=step.bounds[step.layers] + step.norm.backward_peak_bytes,
+        activations=step.held_below(step.layers) + step.norm.backward_peak_bytes,
         gradient_buffers=step.head_grad,
     )
+
+
+def _freed_in_forward(step: Step) -> int:
+    """What a block frees in forward, where each tensor of it is too small for the logits in fp32; 0 off CUDA.
+
+    A freed block serves only requests that are no larger, and neighbours merge inside a segment alone, which from
+    10 MiB on holds one tensor (c10/cuda/CUDACachingAllocator.cpp).
+    """
+    largest = max(op.output_bytes for op in step.ops)
+    if not step.here.on_cuda or step.logits * FP32 <= largest:
+        return 0
+    block = step.again if step.recomputes(step.layers - 1) else step.kept
+    return max(0, block.forward_peak_bytes - block.held_bytes - block.output_bytes)
 
 
 def _gathering(step: Step, buffers: int) -> dict[str, Any]:
@@ -285,7 +307,7 @@ def _chunked_loss(step: Step) -> Iterator[Moment]:
     tokens = -(-here.tokens // shapes.LOSS_CHUNKS)
     numbers = tokens * step.spec.model.vocab_size
     slice_bytes = here.size(numbers * FP32) + (here.size(numbers * here.width) if here.width < FP32 else 0)
-    held = step.bounds[step.layers] + step.norm.held_bytes
+    held = step.held_below(step.layers) + step.norm.held_bytes
     gradients = {"gradient_buffers": step.head_grad, "activations": held + here.hidden_bytes}
     yield Moment(
         phase="forward",
@@ -299,7 +321,7 @@ def _chunked_loss(step: Step) -> Iterator[Moment]:
         phase="backward",
         name="last norm",
         **_gathering(step, block.gathered_bytes),
-        activations=step.bounds[step.layers] + step.norm.backward_peak_bytes,
+        activations=step.held_below(step.layers) + step.norm.backward_peak_bytes,
         gradient_buffers=step.head_grad,
     )
 
@@ -311,7 +333,7 @@ def _backward(step: Step, layers: Sequence[int]) -> Iterator[Moment]:
         reduced = step.accumulated or (last - layer) * block.gradient_bytes
         # The input of the last reduce-scatter stays until the next one.
         before = block.reduce_bytes if layer < last else 0
-        again = layer in step.recomputed
+        again = step.recomputes(layer)
         peak = (step.again if again else step.kept).backward_peak_bytes
         rest: dict[str, Any] = {"phase": "backward", **step.base}
         rest["all_gather_buffers"] = 0 if step.never or layer == 0 else block.gathered_bytes
@@ -320,12 +342,12 @@ def _backward(step: Step, layers: Sequence[int]) -> Iterator[Moment]:
             gradients=reduced,
             gathered_parameters=root.unsharded_bytes + step.unsharded_blocks(layer),
             gradient_buffers=root_grads + before,
-            activations=step.bounds[layer] + peak,
+            activations=step.held_below(layer) + peak,
             **rest,
         )
         rest |= {
             "gathered_parameters": root.unsharded_bytes + step.unsharded_blocks(layer) - block.unsharded_bytes,
-            "activations": step.bounds[layer] + step.here.hidden_bytes,
+            "activations": step.held_below(layer) + step.here.hidden_bytes,
         }
         yield from _reduction(step, block, f"block {layer}", reduced, root_grads, rest)
     yield from _root_backward(step, step.accumulated or step.layers * block.gradient_bytes)
@@ -343,10 +365,10 @@ def _root_backward(step: Step, reduced: int) -> Iterator[Moment]:
         gradients=reduced,
         gathered_parameters=root.unsharded_bytes,
         gradient_buffers=root.unsharded_bytes + tied + third + block.reduce_bytes,
-        activations=step.bounds[0] + (0 if third else step.here.hidden_bytes),
+        activations=step.held_below(0) + (0 if third else step.here.hidden_bytes),
         **rest,
     )
-    yield from _reduction(step, root, "the root", reduced, 0, rest | {"activations": step.bounds[0]})
+    yield from _reduction(step, root, "the root", reduced, 0, rest | {"activations": step.held_below(0)})
 
 
 def _reduction(
