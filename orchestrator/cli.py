@@ -7,15 +7,19 @@ It puts the chain in order, with preflight.py and start.py. It must not import t
 import json
 import os
 import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
-from orchestrator import config, output
+from orchestrator import accuracy, config, output
+from orchestrator.accuracy import Row
 from orchestrator.errors import ConfigError, ExitCode, OrchestratorError
-from orchestrator.preflight import judge, verdict_code
+from orchestrator.preflight import judge, overridden, verdict_code
 from orchestrator.spec import RunSpec
 
 CONFIG_VERBS = ("run", "check")
-RUN_VERBS = ("runs", "show", "logs", "wait", "cancel", "resume")
+RUN_VERBS = ("runs", "show", "logs", "wait", "cancel", "resume", "accuracy")
+_EXPLAIN = "--explain"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,12 +63,13 @@ def split_verb(words: list[str]) -> tuple[str, list[str]]:
 
 def _config_verb(verb: str, argv: list[str]) -> int:
     """Compose all jobs, then check or run them one after the other; the highest of their exit codes."""
-    specs = config.compose_jobs(argv)
+    specs = config.compose_jobs(["output=explain" if word == _EXPLAIN else word for word in argv])
+    rows = {name: accuracy.read(Path(name).expanduser()) for name in {spec.launch.runs_dir for spec in specs}}
     printed: list[dict[str, object]] = []
     codes = [0]
     for spec in specs:
         try:
-            code, answer = (_check if verb == "check" else _run)(spec)
+            code, answer = (_check if verb == "check" else _run)(spec, rows[spec.launch.runs_dir])
         except OrchestratorError as error:
             print(error, file=sys.stderr)
             code = int(error.exit_code)
@@ -79,21 +84,28 @@ def _config_verb(verb: str, argv: list[str]) -> int:
     return max(codes)
 
 
-def _check(spec: RunSpec) -> tuple[int, dict[str, object]]:
-    seen, plan = judge(spec)
-    if spec.output == "text":
+def _check(spec: RunSpec, rows: Sequence[Row]) -> tuple[int, dict[str, object]]:
+    seen, plan = judge(spec, rows)
+    if spec.output != "json":
         print(output.as_text(seen, plan))
+    if spec.output == "explain" and plan.verdict.estimate.peak_device_bytes is not None:
+        from orchestrator.memory import explain  # late: only this asks for it
+
+        print(f"\n{explain.as_text(seen.train)}")
     return int(verdict_code(seen, plan)), output.as_json(seen, plan)
 
 
-def _run(spec: RunSpec) -> tuple[int, dict[str, object]]:
-    seen, plan = judge(spec)
+def _run(spec: RunSpec, rows: Sequence[Row]) -> tuple[int, dict[str, object]]:
+    seen, plan = judge(spec, rows)
     answer = output.as_json(seen, plan)
     code = verdict_code(seen, plan)
     if code is not ExitCode.DONE:
-        if spec.output == "text":
+        if spec.output != "json":
             print(output.as_text(seen, plan), file=sys.stderr)
         return int(code), answer
+    all_the_same = overridden(seen, plan)
+    if all_the_same is not None:
+        print(f"{all_the_same}: goes on in spite of the verdict ({plan.verdict.reason})", file=sys.stderr)
     from orchestrator import ledger  # late: needs rich and submitit, which a refusal does not
     from orchestrator.start import start
 

@@ -18,6 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -34,7 +35,7 @@ _TRAIN_SECTIONS: dict[str, type[Spec]] = {
     name: field.annotation for name, field in TrainSpec.model_fields.items() if isinstance(field.annotation, type)
 }
 _SECTIONS = _TRAIN_SECTIONS | {"launch": LaunchSpec, "tracking": TrackingSpec, "oomguard": OomguardSpec}
-_OUTPUTS = ("text", "json")
+_OUTPUTS = ("text", "json", "explain")
 # Flags of Hydra that take the next word as their value.
 VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
 DIR_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -46,6 +47,30 @@ def compose_jobs(argv: list[str]) -> list[RunSpec]:
     Nothing is started in between: a sweep with one bad job is refused as a whole. Raises ConfigError with all that a
     user can mend.
     """
+    one = None if _speaks_to_hydra(argv) else _composed_once(argv)
+    return _by_hydra(argv) if one is None else [one]
+
+
+def _speaks_to_hydra(argv: list[str]) -> bool:
+    """Whether there is a flag, or an override of Hydra's own settings."""
+    return any(word.startswith("-") or word.lstrip("+~").startswith("hydra") for word in argv)
+
+
+def _composed_once(argv: list[str]) -> RunSpec | None:
+    """The one spec of plain overrides; None where an experiment asks Hydra for more than a composed config.
+
+    hydra.main composes twice, first to look for hydra.mode.
+    """
+    try:
+        cfg, choices = _compose(argv, [])
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(_diagnose(argv, error)) from error
+    wanted = HydraConfig.get()
+    return None if wanted.mode is RunMode.MULTIRUN or wanted.callbacks else to_spec(cfg, choices, tuple(argv))
+
+
+def _by_hydra(argv: list[str]) -> list[RunSpec]:
+    """The specs of argv by hydra.main, which knows its flags."""
     specs: list[RunSpec] = []
     invalid: list[Problem | str] = []
 

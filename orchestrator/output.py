@@ -5,11 +5,11 @@ Takes a RunSpec and its Plan, gives a dictionary or text; prints nothing itself.
 
 from typing import Any
 
-from orchestrator.oomguard import gib
 from orchestrator.planner import Alternative, Plan
+from orchestrator.preflight import overridden
 from orchestrator.spec import RunSpec
+from orchestrator.units import MIB, gib
 
-MIB = 1024**2
 _PHASES = {"optimizer_step": "optimizer step"}
 
 
@@ -26,8 +26,10 @@ def as_json(spec: RunSpec, plan: Plan) -> dict[str, Any]:
             "usable_bytes": verdict.usable_bytes,
             "context_bytes": spec.train.device.context_bytes,
         },
-        "estimate": estimate | {"margin_bytes": verdict.margin_bytes},
+        "estimate": estimate | {"margin_bytes": verdict.margin_bytes, "margin_source": verdict.margin_source},
         "alternatives": [alternative.model_dump(mode="json") for alternative in plan.alternatives],
+        "largest_micro_batch": plan.largest_micro_batch,
+        "checkpointing": None if plan.checkpointing is None else plan.checkpointing.model_dump(mode="json"),
         "budget": plan.budget.model_dump(mode="json") | {"over_budget": plan.over_budget},
         "notes": list(plan.notes),
     }
@@ -39,14 +41,16 @@ def as_text(spec: RunSpec, plan: Plan) -> str:
     lines = [f"{spec.name} on {spec.train.device.name}", verdict.reason]
     if plan.over_budget is not None:
         lines.append(f"over budget: {plan.over_budget}")
+    all_the_same = overridden(spec, plan)
+    if all_the_same is not None:
+        lines.append(f"starts all the same, by {all_the_same}")
+    elif verdict.verdict == "unknown":
+        lines.append("refused, because a guess would be worse; oomguard.allow_unknown=true runs it all the same")
     lines += _alternatives(spec, plan)
-    if verdict.verdict == "unknown":
-        allowed = spec.oomguard.allow_unknown
-        lines.append(
-            "runs all the same, by oomguard.allow_unknown=true"
-            if allowed
-            else "refused, because a guess would be worse; oomguard.allow_unknown=true runs it all the same"
-        )
+    if plan.largest_micro_batch is not None:
+        lines.append(f"room      up to train.micro_batch={plan.largest_micro_batch} fits, all else as it is")
+    if plan.checkpointing is not None:
+        lines.append(f"ckpt      {plan.checkpointing.note}")
     if estimate.peak_device_bytes is not None:
         terms = sorted(((v, n) for n, v in estimate.terms.items() if v and v >= MIB), reverse=True)
         lines.append("peak      " + ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for value, name in terms))

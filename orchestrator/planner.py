@@ -1,22 +1,32 @@
-"""From a verdict to a plan: settings that would fit, cheapest change first, and what the budget says.
+"""From a verdict to a plan: settings that would fit, cheapest first, the largest micro-batch, and what the budget says.
 
-Takes a RunSpec whose device is resolved, and its Verdict; gives a Plan. Every alternative keeps the tokens of an
-optimizer step and is judged like the run itself. It must not import torch.
+Takes a RunSpec whose device is resolved, its Verdict and what finished runs showed; gives a Plan. Every alternative
+keeps the tokens of an optimizer step and is judged like the run itself. It must not import torch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from typing import Literal
 
-from orchestrator import oomguard
+from orchestrator import changes, oomguard
+from orchestrator.changes import Change, Save
 from orchestrator.device import visible_gpus
-from orchestrator.memory.formula import estimate, recompute_flops_fraction
-from orchestrator.oomguard import Verdict
+from orchestrator.memory.formula import estimate
+from orchestrator.oomguard import Misses, Verdict
 from orchestrator.spec import RunSpec
-from train.spec import CkptSpec, Spec, TrainSpec
+from orchestrator.worth import Worth, worth
+from train.spec import Spec, TrainSpec
 
 _MOST_ALTERNATIVES = 5
 _MOST_DEVICES = 8
-_OPTION_EVERY = 2  # of conf/ckpt/selective.yaml; tests/test_planner.py composes each alternative
+_OPTION_BLOCKS = 2
+"""Blocks that ckpt=selective needs at least: it recomputes every second one."""
+_STEP = 0.95
+"""Of the memory of a cheaper alternative, at most, or a dearer one is not worth a line."""
+_NO_TENSORS = {"context", "nccl", "workspace", "allocator"}
+"""Terms of a peak that no setting of the loss changes."""
+Level = Literal["fits", "tight"]
 
 
 class Alternative(Spec):
@@ -26,7 +36,7 @@ class Alternative(Spec):
     peak_device_bytes: int
     recompute_flops_fraction: float
     """Of the alternative as a whole, not the difference."""
-    verdict: Literal["fits", "tight"]
+    verdict: Level
 
 
 class Budget(Spec):
@@ -42,7 +52,11 @@ class Plan(Spec):
 
     verdict: Verdict
     alternatives: tuple[Alternative, ...]
-    """Cheapest change first; empty for a run that fits."""
+    """Cheapest first; empty for a run that fits."""
+    largest_micro_batch: int | None
+    """Largest train.micro_batch whose verdict is `fits`, all else as it is; None: not even 1, or not known."""
+    checkpointing: Worth | None
+    """What checkpointing costs and saves at this scale; None where the estimate is unknown."""
     budget: Budget
     over_budget: str | None
     """Which limit of the budget the run would pass, None where it keeps to all."""
@@ -50,169 +64,255 @@ class Plan(Spec):
     """What the estimate assumed."""
 
 
-class _Change(Spec):
-    """A way to make the run smaller: as overrides and as a spec."""
-
-    overrides: tuple[str, ...]
-    train: TrainSpec
-
-
-def plan(spec: RunSpec, verdict: Verdict) -> Plan:
-    """The plan of a judged run."""
+def plan(spec: RunSpec, verdict: Verdict, misses: Misses | None) -> Plan:
+    """The plan of a judged run; `misses` as in oomguard.judge."""
+    bench = _Bench(spec, verdict, misses)
     wanted = verdict.verdict in ("does_not_fit", "tight")
     return Plan(
         verdict=verdict,
-        alternatives=alternatives(spec, verdict.verdict == "tight") if wanted else (),
+        alternatives=_alternatives(spec, bench, verdict.verdict == "tight") if wanted else (),
+        largest_micro_batch=_largest_micro_batch(spec.train, bench),
+        checkpointing=worth(spec.train, verdict, bench.verdict),
         budget=Budget(device_hours=None, reason="nobody has measured the speed of this config on this device"),
-        over_budget=_over_budget(spec.train),
+        over_budget=_over_budget(spec.train, verdict.estimate.recompute_flops_fraction),
         notes=verdict.estimate.notes,
     )
 
 
-def alternatives(spec: RunSpec, only_fits: bool) -> tuple[Alternative, ...]:
-    """At most five: recomputing more, then smaller micro-batches, then more devices, then these together.
+class _Bench:
+    """Judges specs as the run itself was judged, each once."""
 
-    `only_fits` leaves out those that are tight themselves; otherwise they come only where nothing fits better.
-    """
-    judged: dict[tuple[str, ...], Alternative] = {}
+    def __init__(self, spec: RunSpec, verdict: Verdict, misses: Misses | None) -> None:
+        self.misses = misses
+        self.typed = spec.overrides
+        self.known = {_key(spec.train): verdict}
+
+    def verdict(self, train: TrainSpec) -> Verdict:
+        key = _key(train)
+        if key not in self.known:
+            self.known[key] = oomguard.judge(train, estimate(train), train.device.usable_bytes, self.misses)
+        return self.known[key]
+
+    def alternative(self, change: Change, level: Level) -> Alternative | None:
+        """The change as an alternative, None where its verdict is worse than `level` or it passes the budget."""
+        verdict = self.verdict(change.train)
+        peak, fraction = verdict.estimate.peak_device_bytes, verdict.estimate.recompute_flops_fraction
+        if verdict.verdict == "tight" and level == "fits":
+            return None
+        if verdict.verdict not in ("fits", "tight") or peak is None or fraction is None:
+            return None
+        if _over_budget(change.train, fraction) is not None:
+            return None
+        return Alternative.model_validate(
+            {
+                "overrides": change.overrides,
+                "peak_device_bytes": peak,
+                "recompute_flops_fraction": fraction,
+                "verdict": verdict.verdict,
+            }
+        )
+
+
+def _key(train: TrainSpec) -> object:
+    """What an alternative may change."""
+    return (train.ckpt, train.train, train.parallel)
+
+
+def _alternatives(spec: RunSpec, bench: _Bench, only_fits: bool) -> tuple[Alternative, ...]:
+    """At most five that fit; those that are tight only where nothing fits better, and never for a tight run."""
     at_most = len(visible_gpus()) if spec.choices.get("device") == "auto" else _MOST_DEVICES
-    for group in _groups(spec.train, at_most):
-        for change in group:
-            found = _judge(change, spec.overrides)
-            if found is not None and (found.verdict == "fits" or not only_fits):
-                judged.setdefault(found.overrides, found)
-                if found.verdict == "fits":
-                    break
-    found_all = _each_once(judged.values())
-    fitting = [a for a in found_all if a.verdict == "fits"]
-    return tuple((fitting or found_all)[:_MOST_ALTERNATIVES])
+    levels: tuple[Level, ...] = ("fits",) if only_fits else ("fits", "tight")
+    for level in levels:
+        found = _Search(spec.train, bench, level, at_most).found()
+        if found:
+            return found
+    return ()
 
 
-def _each_once(found: Iterable[Alternative]) -> list[Alternative]:
-    """Of two ways to the same memory and the same recomputation, the one with fewer words."""
-    best: dict[tuple[int, float], Alternative] = {}
-    for alternative in found:
-        key = (alternative.peak_device_bytes, alternative.recompute_flops_fraction)
-        if key not in best or len(alternative.overrides) < len(best[key].overrides):
-            best[key] = alternative
-    return list(best.values())
+class _Found:
+    """A change and the alternative that it makes."""
+
+    def __init__(self, change: Change, alternative: Alternative) -> None:
+        self.change, self.alternative = change, alternative
+        self.cost = (alternative.recompute_flops_fraction, len(alternative.overrides), alternative.peak_device_bytes)
 
 
-def _judge(change: _Change, typed: tuple[str, ...]) -> Alternative | None:
-    """The change as an alternative to what was typed, None where it does not fit or passes the budget."""
-    train = change.train
-    verdict = oomguard.judge(train, estimate(train), train.device.usable_bytes)
-    peak = verdict.estimate.peak_device_bytes
-    if verdict.verdict not in ("fits", "tight") or peak is None or _over_budget(train) is not None:
+class _Search:
+    """All ways to a verdict of at least `level`: on the same devices, on more of them, in another precision.
+
+    Within each of these by added FLOPs. More devices come after, as they must be had, and another precision last, as it
+    changes what is computed. Changes are put together only where none does it alone.
+    """
+
+    def __init__(self, spec: TrainSpec, bench: _Bench, level: Level, at_most_devices: int) -> None:
+        self.bench, self.level, self.at_most_devices = bench, level, at_most_devices
+        self.run = changes.unchanged(spec)
+
+    def found(self) -> tuple[Alternative, ...]:
+        """At most five, none of them dominated."""
+        starts = self.starts(self.run)
+        here = self.same_devices(starts)
+        wider = self.wider(starts, together=not here)
+        mixed = self.other_precision(together=not here and not wider)
+        every = here + wider + mixed
+        here, wider, mixed = ([one for one in tier if not _dominated(one, every)] for tier in (here, wider, mixed))
+        rest = (wider + mixed)[: _MOST_ALTERNATIVES - 1]
+        chosen = _spread(_steps(here), _MOST_ALTERNATIVES - len(rest)) + rest
+        return tuple(each.alternative for each in chosen)
+
+    def starts(self, change: Change) -> list[Change]:
+        """The change as it is, and with the loss in chunks where the logits are the most at its peak."""
+        terms = self.bench.verdict(change.train).estimate.terms
+        largest = max(terms.keys() - _NO_TENSORS, key=lambda name: terms[name] or 0, default=None)
+        in_full = change.train.train.loss == "full"
+        return [change, changes.chunked_loss(change)] if in_full and largest == "loss" else [change]
+
+    def same_devices(self, starts: Sequence[Change]) -> list[_Found]:
+        """One change alone, by added FLOPs; if none does it, recomputation with a smaller micro-batch."""
+        alone = [*self.fitting(starts), *chain.from_iterable(map(self.recomputing, starts))]
+        alone += chain.from_iterable(map(self.largest_fitting, starts))
+        if alone:
+            return sorted(alone, key=lambda each: each.cost)
+        together = (self.largest_fitting(policy) for start in starts for policy in self.whole_model(start))
+        return sorted(chain.from_iterable(together), key=lambda each: each.cost)
+
+    def wider(self, starts: Sequence[Change], together: bool) -> list[_Found]:
+        """The fewest devices that do; `together`: and fewer with all blocks recomputed, then in micro-batches of 1."""
+        start, found, most = starts[-1], [], self.at_most_devices
+        full = changes.with_ckpt(start, "full", self.bench.typed)
+        for each in (start, full, *changes.smaller_micro_batches(full)[-1:]) if together else (start,):
+            fitting = (one for wider in changes.more_devices(each, most) for one in self.fitting([wider]))
+            fewest = next(fitting, None)
+            if fewest is not None:
+                found.append(fewest)
+                most = fewest.change.train.parallel.devices_per_node - 1
+        return found
+
+    def other_precision(self, together: bool) -> list[_Found]:
+        """bf16_mixed alone; `together`: or with the cheapest change on the same devices, or on more of them."""
+        mixed = changes.bf16_mixed(self.run)
+        if mixed is None:
+            return []
+        found = self.fitting([mixed])
+        if found or not together:
+            return found
+        starts = self.starts(mixed)
+        return (self.same_devices(starts) or self.wider(starts, together=True))[:1]
+
+    def recomputing(self, start: Change) -> list[_Found]:
+        """Of each kind of recomputation the fewest blocks that fit, counted from the first, and all."""
+        layers = start.train.model.num_layers
+        found = []
+        for policy, save in self.kinds(start):
+            some: changes.Policy = "ops" if policy == "ops" else "selective"
+            first = partial(self.first_blocks, start, some, save)
+            whole = self.fitting([self.with_ckpt(start, policy, save)])
+            found += self.least(layers - 1, first) + whole if whole else []
+        if layers >= _OPTION_BLOCKS:
+            found += self.fitting([self.with_ckpt(start, "selective", None)])
+        return found
+
+    def first_blocks(self, start: Change, policy: changes.Policy, save: Save | None, index: int) -> Change:
+        return self.with_ckpt(start, policy, save, index + 1)
+
+    def kinds(self, start: Change) -> Iterator[tuple[changes.Policy, Save | None]]:
+        """Policies over all blocks, from the one that recomputes least."""
+        yield from (("ops", save) for save in changes.saves(start.train))
+        yield "full", None
+
+    def whole_model(self, start: Change) -> list[Change]:
+        return [self.with_ckpt(start, policy, save) for policy, save in self.kinds(start)]
+
+    def with_ckpt(self, start: Change, policy: changes.Policy, save: Save | None, first: int | None = None) -> Change:
+        return changes.with_ckpt(start, policy, self.bench.typed, save=save, first=first)
+
+    def largest_fitting(self, change: Change) -> list[_Found]:
+        """The largest smaller micro-batch that fits."""
+        smaller = changes.smaller_micro_batches(change)
+        return self.least(len(smaller), smaller.__getitem__)
+
+    def least(self, count: int, nth: Callable[[int], Change]) -> list[_Found]:
+        """The first of `count` changes that fits; each takes no more memory than the one before."""
+        low, high, best = -1, count, list[_Found]()
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.fitting([nth(middle)])
+            low, high = (low, middle) if found else (middle, high)
+            best = found or best
+        return best
+
+    def fitting(self, among: Iterable[Change]) -> list[_Found]:
+        """Those that reach the level; the run itself is none."""
+        judged = ((each, self.bench.alternative(each, self.level)) for each in among if each.overrides)
+        return [_Found(each, alternative) for each, alternative in judged if alternative is not None]
+
+
+def _dominated(one: _Found, others: Iterable[_Found]) -> bool:
+    """Whether another has no more bytes and FLOPs and costs nothing that `one` does not; of equals the shorter has."""
+
+    def better(other: _Found) -> bool:
+        mine, its = one.alternative, other.alternative
+        fewer = mine.peak_device_bytes - its.peak_device_bytes
+        cheaper = mine.recompute_flops_fraction - its.recompute_flops_fraction
+        if fewer < 0 or cheaper < 0 or not other.change.costs <= one.change.costs:
+            return False
+        return fewer > 0 or cheaper > 0 or _words(other) < _words(one)
+
+    return any(better(other) for other in others)
+
+
+def _words(found: _Found) -> tuple[int, tuple[str, ...]]:
+    return len(found.change.overrides), found.change.overrides
+
+
+def _steps(found: list[_Found]) -> list[_Found]:
+    """Without those that take more FLOPs than another and hardly less memory; `found` is sorted by cost."""
+    kept: list[_Found] = []
+    for one in found:
+        most = one.alternative.peak_device_bytes / _STEP
+        before = (each for each in kept if each.change.costs <= one.change.costs)
+        if all(most <= each.alternative.peak_device_bytes for each in before):
+            kept.append(one)
+    return kept
+
+
+def _spread(found: list[_Found], most: int) -> list[_Found]:
+    """The cheapest ones, and as the last the one that takes the least memory."""
+    if len(found) <= most:
+        return found
+    least = min(found, key=lambda each: each.alternative.peak_device_bytes)
+    cheapest = [each for each in found if each is not least][: most - 1]
+    return sorted([*cheapest, least], key=lambda each: each.cost)
+
+
+def _largest_micro_batch(spec: TrainSpec, bench: _Bench) -> int | None:
+    """Gallop, then bisect: the peak grows with the micro-batch."""
+
+    def fits(micro: int) -> bool:
+        loop = spec.train.model_copy(update={"micro_batch": micro})
+        return bench.verdict(spec.model_copy(update={"train": loop})).verdict == "fits"
+
+    if bench.verdict(spec).verdict == "unknown":
         return None
-    return Alternative.model_validate(
-        {
-            "overrides": change.overrides + _undone(change, typed),
-            "peak_device_bytes": peak,
-            "recompute_flops_fraction": recompute_flops_fraction(train),
-            "verdict": verdict.verdict,
-        }
-    )
+    low, high = 0, spec.train.micro_batch
+    while fits(high):
+        low, high = high, 2 * high
+    return _largest(fits, low, high) or None
 
 
-def _undone(change: _Change, typed: tuple[str, ...]) -> tuple[str, ...]:
-    """What was typed about the blocks to recompute and would stand in the way of another ckpt option."""
-    if not any(word.startswith("ckpt=") for word in change.overrides):
-        return ()
-    names = (f"ckpt.{name}" for name in ("every", "layers", "first") if getattr(change.train.ckpt, name) is None)
-    return tuple(f"{n}=null" for n in names if any(word.lstrip("+").startswith(f"{n}=") for word in typed))
+def _largest(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number from `low`, which holds or is 0, up to `high`, which does not hold."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
-def _groups(spec: TrainSpec, at_most: int) -> Iterator[Iterator[_Change]]:
-    """Ways to save memory; of each way, cheapest first, the first one that fits is taken."""
-    unchanged = _Change(overrides=(), train=spec)
-    yield _first_blocks(spec)
-    yield _selective(unchanged)
-    yield _full(unchanged)
-    yield _smaller_micro_batch(unchanged)
-    for full in _full(unchanged):
-        yield _smaller_micro_batch(full)
-    yield _more_devices(unchanged, at_most)
-    for full in _full(unchanged):
-        yield _more_devices(full, at_most)
-        for smallest in list(_smaller_micro_batch(full))[-1:]:
-            yield _more_devices(smallest, at_most)
-
-
-def _first_blocks(spec: TrainSpec) -> Iterator[_Change]:
-    """ckpt.first=n for more and more blocks, in eighths of the model."""
-    layers = spec.model.num_layers
-    now = len(spec.ckpt.layers_recomputed(layers))
-    for count in sorted({max(1, -(-layers * eighth // 8)) for eighth in range(1, 8)}):
-        if now < count < layers:
-            yield _with_ckpt(spec, "selective", count)
-
-
-def _selective(change: _Change) -> Iterator[_Change]:
-    """The option as it is, every second block."""
-    spec = change.train
-    if len(spec.ckpt.layers_recomputed(spec.model.num_layers)) < spec.model.num_layers // _OPTION_EVERY:
-        yield _with_ckpt(spec, "selective", None)
-
-
-def _full(change: _Change) -> Iterator[_Change]:
-    spec = change.train
-    if len(spec.ckpt.layers_recomputed(spec.model.num_layers)) < spec.model.num_layers:
-        yield _with_ckpt(spec, "full", None)
-
-
-def _with_ckpt(spec: TrainSpec, policy: Literal["selective", "full"], first: int | None) -> _Change:
-    """The option with its own settings: every=2 of conf/ckpt/selective.yaml, unless first takes its place."""
-    selective = policy == "selective"
-    ckpt = CkptSpec(policy=policy, every=_OPTION_EVERY if selective else None, layers=None, first=first)
-    words = (f"ckpt={policy}",) if first is None else (f"ckpt={policy}", f"ckpt.first={first}")
-    return _Change(overrides=words, train=spec.model_copy(update={"ckpt": ckpt}))
-
-
-def _smaller_micro_batch(change: _Change) -> Iterator[_Change]:
-    """Fewer sequences at a time and more accumulation, largest micro-batch first."""
-    loop = change.train.train
-    for micro in range(loop.micro_batch - 1, 0, -1):
-        if loop.micro_batch % micro == 0:
-            yield _with_batch(change, micro, loop.grad_accum * (loop.micro_batch // micro), ())
-
-
-def _more_devices(change: _Change, at_most: int) -> Iterator[_Change]:
-    """Parameters and optimizer states over more devices of one machine, fewest first."""
-    parallel, loop = change.train.parallel, change.train.train
-    if change.train.device.kind != "cuda" or parallel.shard != "fsdp":
-        return
-    sequences = loop.micro_batch * loop.grad_accum * parallel.world_size
-    for devices in range(parallel.devices_per_node + 1, at_most + 1):
-        per_rank, rest = divmod(sequences, devices * parallel.nodes)
-        if rest or per_rank == 0:
-            continue
-        micro = max(m for m in range(1, loop.micro_batch + 1) if per_rank % m == 0)
-        more = parallel.model_copy(update={"devices_per_node": devices})
-        train = change.train.model_copy(update={"parallel": more})
-        words = (f"parallel.devices_per_node={devices}",)
-        yield _with_batch(_Change(overrides=change.overrides, train=train), micro, per_rank // micro, words)
-
-
-def _with_batch(change: _Change, micro: int, accum: int, words: tuple[str, ...]) -> _Change:
-    loop = change.train.train
-    batch: tuple[str, ...] = ()
-    if (micro, accum) != (loop.micro_batch, loop.grad_accum):
-        batch = (f"train.micro_batch={micro}", f"train.grad_accum={accum}")
-    smaller = loop.model_copy(update={"micro_batch": micro, "grad_accum": accum})
-    kept = tuple(w for w in change.overrides if not w.startswith(("train.micro_batch=", "train.grad_accum=")))
-    return _Change(
-        overrides=kept + words + batch,
-        train=change.train.model_copy(update={"train": smaller}),
-    )
-
-
-def _over_budget(spec: TrainSpec) -> str | None:
+def _over_budget(spec: TrainSpec, fraction: float | None) -> str | None:
     limit = spec.budget.max_recompute_fraction
-    fraction = recompute_flops_fraction(spec)
-    if limit is not None and fraction > limit:
+    if limit is not None and fraction is not None and fraction > limit:
         return (
             f"budget.max_recompute_fraction={limit}: this run recomputes {fraction:.1%} of its step's FLOPs. "
-            "Recompute fewer blocks (ckpt.every, ckpt.first), or raise the limit."
+            "Recompute fewer blocks (ckpt.every, ckpt.first) or keep more of each (ckpt=ops), or raise the limit."
         )
     return None

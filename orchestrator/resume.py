@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator import config, ledger, output
+from orchestrator import accuracy, config, ledger, output
 from orchestrator.errors import ConfigError, ExitCode, NotSubmittedError
 from orchestrator.launch import folder, local
 from orchestrator.ledger import RunRecord
-from orchestrator.preflight import judge, verdict_code
+from orchestrator.preflight import judge, overridden, verdict_code
 from orchestrator.spec import RunSpec
 from orchestrator.start import launch, prepare_data
 from train.corpus import TOKENS_FILE, Corpus
@@ -58,11 +58,14 @@ def _resume(record: RunRecord, overrides: Sequence[str]) -> int:
         print("  to train it further, raise the limit that ended it, e.g. budget.max_steps=...")
         return ExitCode.DONE
     _require_steps_left(record, spec)
-    judged, plan = judge(_as_chosen(spec, overrides))
+    judged, plan = judge(_as_chosen(spec, overrides), accuracy.read(record.run_dir.parent))
     code = verdict_code(judged, plan)
     if code is not ExitCode.DONE:
         print(output.as_text(judged, plan), file=sys.stderr)
         return code
+    all_the_same = overridden(judged, plan)
+    if all_the_same is not None:
+        print(f"{all_the_same}: goes on in spite of the verdict ({plan.verdict.reason})", file=sys.stderr)
     local.check_machine(judged)
     folder.check_space(judged, record.run_dir)
     corpus = _corpus_of(record, judged)

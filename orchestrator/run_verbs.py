@@ -1,4 +1,4 @@
-"""Verbs that take run names: runs, show, logs, wait, cancel, resume.
+"""Verbs that take run names: runs, show, logs, wait, cancel, resume, accuracy.
 
 Takes words from the command line, gives an exit code; works from any shell, on run folders alone.
 """
@@ -6,16 +6,21 @@ Takes words from the command line, gives an exit code; works from any shell, on 
 import json
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Column, Table
 
+from orchestrator import accuracy as measured
 from orchestrator import ledger
+from orchestrator.accuracy import Row
 from orchestrator.errors import ConfigError, ExitCode
 from orchestrator.launch import follow, node
 from orchestrator.ledger import RunRecord
+from orchestrator.oomguard import LEAST_ROWS
 from orchestrator.resume import resume_run
 from orchestrator.start import exit_code
 from train.spec import Problem
@@ -213,6 +218,61 @@ def resume(run: str, overrides: tuple[str, ...], runs_dir: Path) -> int:
     return resume_run(ledger.find(run, runs_dir), overrides)
 
 
+@click.command(
+    help="Predicted beside measured peak of the newest runs, by method, device kind and ckpt policy: error is "
+    "predicted / measured - 1. False accepts ended out of memory or took more than they were judged by; false refusals "
+    "were judged not to fit, started by oomguard.enforce=false, and did fit."
+)
+@_RUNS_DIR
+@_JSON
+def accuracy(runs_dir: Path, as_json: bool) -> int:
+    rows = measured.read(runs_dir)
+    groups, margins = measured.groups(rows), _margins(rows)
+    if as_json:
+        print(json.dumps({"groups": [group.model_dump() for group in groups], "margins": margins}, indent=2))
+        return 0
+    if not groups:
+        _print(f"no measured runs in {runs_dir.resolve()}")
+        return 0
+    names = ("method", "device", "ckpt", "runs", "median", "p95", "worst")
+    counts = ("false accepts", "false refusals", "no prediction")
+    table = Table(*names, *counts, box=None)
+    for group in groups:
+        errors = (group.median_error, group.p95_error, group.worst_error)
+        told = ("" if error is None else f"{error:+.1%}" for error in errors)
+        of = (group.false_accepts, group.false_refusals, group.no_prediction)
+        table.add_row(group.method, group.device_kind, group.policy, str(group.runs), *told, *map(str, of))
+    Console(width=max(Console().width, _TABLE_WIDTH)).print(table)
+    for margin in margins:
+        kind = f"margin of {margin['method']} on {margin['device_kind']}"
+        share, count = margin["largest_under_prediction"], margin["runs"]
+        source = (
+            f"from these {count} runs" if margin["measured"] else f"the documented bound ({count} of {LEAST_ROWS} runs)"
+        )
+        ended = margin["measured"] and margin["out_of_memory"]
+        bound = f"; at least the documented bound, as {ended} ended out of memory" if ended else ""
+        _print(f"{kind}: {source}; largest under-prediction {share:.1%}{bound}")
+    return 0
+
+
+def _margins(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What a verdict's margin is read from, policies together."""
+    found = []
+    for method, kind in sorted({(row.method, row.device_kind) for row in rows}):
+        misses = measured.misses(rows, method, kind)
+        found.append(
+            {
+                "method": method,
+                "device_kind": kind,
+                "runs": misses.rows,
+                "largest_under_prediction": misses.largest_share,
+                "out_of_memory": misses.out_of_memory,
+                "measured": misses.rows >= LEAST_ROWS,
+            }
+        )
+    return found
+
+
 _VERBS = {
     "runs": runs,
     "show": show,
@@ -220,4 +280,5 @@ _VERBS = {
     "wait": wait,
     "cancel": cancel,
     "resume": resume,
+    "accuracy": accuracy,
 }

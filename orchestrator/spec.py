@@ -55,6 +55,8 @@ class OomguardSpec(Spec):
     """How the peak is predicted."""
     allow_unknown: bool
     """Run a config whose peak cannot be predicted."""
+    enforce: bool
+    """false: the verdict is recorded, and the run starts whatever it is."""
 
 
 class RunSpec(Spec):
@@ -71,5 +73,5 @@ class RunSpec(Spec):
     launch: LaunchSpec
     tracking: TrackingSpec
     oomguard: OomguardSpec
-    output: Literal["text", "json"]
-    """What check and run print."""
+    output: Literal["text", "json", "explain"]
+    """What check and run print; explain: text, and under check the ledger of saved tensors behind it."""

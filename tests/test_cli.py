@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import output
 from orchestrator.cli import main, split_verb
 from orchestrator.errors import ConfigError
+from orchestrator.preflight import judge
+from tests import recorded
+from tests.specs import run_spec
 
 TOO_LARGE = ["model=behemoth", "ckpt=none", "device=a100_40gb", "train.micro_batch=64"]
 
@@ -41,8 +45,9 @@ def test_a_bare_word_that_is_no_verb_is_refused() -> None:
         (["check", "model=tiny", "device=a100_40gb"], 0),
         (["check", "model=tiny", "model.num_heads=7"], 2),
         (["check", *TOO_LARGE], 3),
-        (["check", "train.precision=bf16", "device=a100_40gb"], 4),
-        (["check", "train.precision=bf16", "device=a100_40gb", "oomguard.allow_unknown=true"], 0),
+        (["check", "train.compile=true", "device=a100_40gb"], 4),
+        (["check", "train.compile=true", "device=a100_40gb", "oomguard.allow_unknown=true"], 0),
+        (["check", *TOO_LARGE, "oomguard.enforce=false"], 0),
         (["check", "model=tiny", "device=a100_40gb", "ckpt=full", "budget.max_recompute_fraction=0.1"], 5),
         (["model=tiny", "device=a100_40gb", "launch.runs_dir=/dev/null/runs"], 6),
         (["resume", "a-run-that-never-was"], 2),
@@ -76,8 +81,54 @@ def test_run_refuses_what_does_not_fit_on_stderr_and_starts_nothing(
     assert main([*TOO_LARGE, f"launch.runs_dir={tmp_path / 'runs'}"]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "fits with      ckpt=full" in captured.err
+    assert "fits with " in captured.err
+    assert "ckpt=full" in captured.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_against_its_verdict_says_so_before_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("orchestrator.device.visible_gpus", lambda: ())
+    assert main([*TOO_LARGE, "oomguard.enforce=false", f"launch.runs_dir={tmp_path / 'runs'}"]) == 6
+    said, refused = capsys.readouterr().err.splitlines()
+    assert said.startswith("oomguard.enforce=false: goes on in spite of the verdict (does not fit: ")
+    assert "this machine shows no GPU" in refused
+
+
+def test_check_reads_the_margin_from_the_runs_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "model=tiny", "device=cpu", "output=json", f"launch.runs_dir={tmp_path}"]
+    plan = output.as_json(*judge(run_spec(*words[1:])))
+    for number in range(20):
+        if number == 19:
+            assert main(words) == 0
+            assert "19 of the 20 measured runs" in json.loads(capsys.readouterr().out)["estimate"]["margin_source"]
+        run_dir = tmp_path / f"run-{number}"
+        recorded.planned(run_dir)
+        share = 1.07 if number == 3 else 0.99
+        recorded.train_report(run_dir, measured_peak_bytes=int(plan["estimate"]["peak_device_bytes"] * share))
+        (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)["estimate"]
+    assert found["margin_source"] == "largest under-prediction of 20 measured runs, 7.0%"
+    assert found["margin_bytes"] == pytest.approx(0.07 * found["peak_device_bytes"], rel=1e-3)
+
+
+def test_explain_prints_the_ledger_behind_the_text_of_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "model=tiny", "device=a100_40gb"]) == 0
+    text = capsys.readouterr().out
+    for word in ("--explain", "output=explain"):
+        assert main(["check", "model=tiny", "device=a100_40gb", word]) == 0
+        explained = capsys.readouterr().out
+        assert explained.startswith(text)
+        assert "mlp_up" in explained[len(text) :]
+
+
+def test_an_unknown_peak_has_no_ledger_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "model=tiny", "device=a100_40gb", "train.compile=true"]) == 4
+    text = capsys.readouterr().out
+    assert main(["check", "model=tiny", "device=a100_40gb", "train.compile=true", "--explain"]) == 4
+    assert capsys.readouterr().out == text
 
 
 def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,12 @@
 """From overrides to a spec, and what a user is told when they are wrong."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.config import change
+from orchestrator.config import _by_hydra, change, compose_jobs
 from orchestrator.errors import ConfigError
 from orchestrator.project import CONF_DIR
 from tests.specs import run_spec, train_spec
@@ -44,7 +45,7 @@ def test_the_run_is_named_for_its_model_policy_and_batch() -> None:
     ("override", "said"),
     [
         ("model=behemot", ("model=behemot", "Did you mean behemoth?", "Choices: behemoth, gpt2")),
-        ("ckpt=sel", ("ckpt=sel", "Did you mean selective?", "Choices: full, none, selective")),
+        ("ckpt=sel", ("ckpt=sel", "Did you mean selective?", "Choices: full, none, ops, selective")),
         ("launch=slurm", ("launch=slurm", "Choices: inline, local")),
         ("model.num_haeds=3", ("model.num_haeds=3", "there is no such key", "Did you mean model.num_heads?")),
         ("num_heads=3", ("num_heads=3", "Did you mean model.num_heads?")),
@@ -53,7 +54,7 @@ def test_the_run_is_named_for_its_model_policy_and_batch() -> None:
         ("train.micro_batch=2.5", ("train.micro_batch=2.5", "integer")),
         ("optim.lr=fast", ("optim.lr=fast", "number")),
         ("train.precision=fp16", ("train.precision=fp16", "Choices: bf16, bf16_mixed, fp32")),
-        ("output=yaml", ("output=yaml", "Choices: json, text")),
+        ("output=yaml", ("output=yaml", "Choices: explain, json, text")),
         ("data.path=x", ("data.path=x", "Set data=text")),
         ("ckpt.first=2", ("ckpt.first=2", "this run has ckpt=none", "Set ckpt=selective")),
         ("model.name=../esc", ("model.name=../esc", "match")),
@@ -115,6 +116,27 @@ def test_options_of_a_folder_of_ones_own_are_found_and_suggested(
 def test_a_verb_that_does_not_exist_is_named_with_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chek", "model=tiny"]) == 2
     assert "chek: there is no such verb. Did you mean check?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["model=behemoth", "device=a100_40gb", "ckpt=selective", "ckpt.layers=[0,3]"],
+        ["data=text", "data.path=${hydra:runtime.cwd}/x", "train.seq_len=${model.head_dim}"],
+        ["experiment=first_run", "tracking.tags=[a,b]"],
+    ],
+)
+def test_plain_overrides_composed_once_give_what_hydra_s_main_gives(argv: list[str]) -> None:
+    assert compose_jobs(argv) == _by_hydra(argv)
+
+
+def test_an_experiment_that_sweeps_by_itself_is_left_to_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(CONF_DIR, tmp_path / "conf")
+    text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      model: tiny,small\n"
+    (tmp_path / "conf" / "experiment" / "both.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setattr("orchestrator.config.CONF_DIR", tmp_path / "conf")
+    assert [spec.choices["model"] for spec in compose_jobs(["experiment=both"])] == ["tiny", "small"]
 
 
 def test_a_later_override_wins_also_between_options_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:

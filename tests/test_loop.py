@@ -32,7 +32,9 @@ from train import loop, shapes
 from train.__main__ import main, next_attempt
 from train.corpus import prepare
 from train.data import Sequences
-from train.loop import TrainError, cross_entropy, evaluate
+from train.evaluation import evaluate
+from train.loop import TrainError
+from train.loss import cross_entropy
 from train.model import eval_mode
 from train.optim import learning_rate
 from train.parallel import build_sharded
@@ -496,7 +498,7 @@ def test_a_start_after_a_killed_one_is_another_attempt(tmp_path: Path) -> None:
         (["broken.json", "run"], "broken.json: it is not JSON (Expecting value: line 1 column 1 (char 0))"),
         (["empty.json", "run"], "empty.json: model: Field required"),
         (["odd.json", "run"], "model.num_heads=7: 7 heads do not divide model.d_model=64. Set it to 2, 4, 8, 16, 32"),
-        (["chunked.json", "run"], "train.loss=chunked: the trainer has no chunked loss yet. Set it to full"),
+        (["offload.json", "run"], "parallel.cpu_offload=true: the trainer does not offload yet. Set it to false"),
     ],
 )
 def test_the_command_says_what_is_wrong_with_its_arguments(
@@ -507,7 +509,8 @@ def test_the_command_says_what_is_wrong_with_its_arguments(
     Path("broken.json").write_text("spec", encoding="utf-8")
     Path("empty.json").write_text("{}", encoding="utf-8")
     Path("odd.json").write_text(json.dumps(spec | {"model": spec["model"] | {"num_heads": 7}}), encoding="utf-8")
-    Path("chunked.json").write_text(json.dumps(spec | {"train": spec["train"] | {"loss": "chunked"}}), encoding="utf-8")
+    offload = {"parallel": spec["parallel"] | {"cpu_offload": True}, "device": spec["device"] | {"kind": "auto"}}
+    Path("offload.json").write_text(json.dumps(spec | offload), encoding="utf-8")
     assert main(argv) == 2
     assert capsys.readouterr().err.startswith(said)
     assert not Path("run").exists()

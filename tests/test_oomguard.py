@@ -1,16 +1,21 @@
-"""Verdicts and their words."""
+"""Verdicts, their margins and their words."""
 
 import pytest
 
 from orchestrator.memory.formula import estimate
-from orchestrator.oomguard import judge, margin_bytes
+from orchestrator.oomguard import LEAST_ROWS, Misses, judge
 from tests.specs import train_spec
 
 GIB = 1024**3
 SPEC = train_spec("model=behemoth", "device=a100_40gb")
 PREDICTED = estimate(SPEC)
 PEAK = PREDICTED.peak_device_bytes or 0
-MARGIN = margin_bytes(SPEC, PREDICTED) or 0
+MARGIN = judge(SPEC, PREDICTED, PEAK).margin_bytes or 0
+CPU_SPEC = train_spec("model=behemoth", "device=cpu", "device.context_bytes=0", "device.workspace_bytes=0")
+
+
+def misses(rows: int, largest_share: float = 0.0, out_of_memory: int = 0) -> Misses:
+    return Misses(rows=rows, largest_share=largest_share, out_of_memory=out_of_memory)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +28,7 @@ MARGIN = margin_bytes(SPEC, PREDICTED) or 0
     ],
 )
 def test_a_run_fits_with_the_margin_and_is_tight_without(usable_bytes: int, verdict: str) -> None:
+    assert MARGIN > 0
     assert judge(SPEC, PREDICTED, usable_bytes).verdict == verdict
 
 
@@ -44,11 +50,11 @@ def test_the_budget_takes_its_share_of_the_device() -> None:
 
 
 def test_an_estimate_that_is_unknown_makes_the_verdict_unknown_with_its_reason() -> None:
-    spec = train_spec("train.precision=bf16", "device=a100_40gb")
+    spec = train_spec("train.compile=true", "device=a100_40gb")
     verdict = judge(spec, estimate(spec), spec.device.usable_bytes)
     assert verdict.verdict == "unknown"
-    assert verdict.margin_bytes is None
-    assert verdict.reason.startswith("train.precision=bf16: ")
+    assert (verdict.margin_bytes, verdict.margin_source) == (None, None)
+    assert verdict.reason.startswith("train.compile=true: ")
 
 
 def test_usable_bytes_that_nobody_knows_make_the_verdict_unknown() -> None:
@@ -57,5 +63,53 @@ def test_usable_bytes_that_nobody_knows_make_the_verdict_unknown() -> None:
     assert "device.usable_bytes=null" in verdict.reason
 
 
-def test_the_margin_is_what_the_device_may_hold_idle_beside_the_tensors() -> None:
-    assert margin_bytes(SPEC, PREDICTED) == int((PREDICTED.peak_allocated_bytes or 0) * 0.70)
+def test_the_documented_bound_on_cuda_is_on_reserved_over_allocated_bytes() -> None:
+    allocated, reserved = PREDICTED.peak_allocated_bytes or 0, PREDICTED.peak_reserved_bytes or 0
+    assert reserved > allocated
+    assert judge(SPEC, PREDICTED, PEAK).margin_bytes == int(allocated * 1.7) - reserved
+
+
+def test_no_margin_is_left_where_the_predicted_reserved_bytes_pass_the_documented_bound() -> None:
+    above = PREDICTED.model_copy(update={"peak_reserved_bytes": 2 * (PREDICTED.peak_allocated_bytes or 0)})
+    assert judge(SPEC, above, PEAK).margin_bytes == 0
+    assert judge(SPEC, above, PEAK).verdict == "fits"
+
+
+def test_the_documented_bound_on_cpu_is_a_share_of_the_tensors() -> None:
+    predicted = estimate(CPU_SPEC)
+    margin = judge(CPU_SPEC, predicted, 64 * GIB).margin_bytes
+    assert margin == int((predicted.peak_allocated_bytes or 0) * 0.05)
+
+
+def test_the_margin_is_read_from_twenty_measured_runs_and_documented_before() -> None:
+    before, after = (judge(SPEC, PREDICTED, PEAK, misses(rows, 0.05)) for rows in (LEAST_ROWS - 1, LEAST_ROWS))
+    assert before.margin_bytes == MARGIN
+    assert "documented bound" in (before.margin_source or "")
+    assert "19 of the 20 measured runs" in (before.margin_source or "")
+    assert after.margin_bytes == int(PEAK * 0.05)
+    assert "largest under-prediction of 20 measured runs, 5.0%" in (after.margin_source or "")
+
+
+def test_runs_that_were_never_under_predicted_leave_the_noise_of_one_code_path_as_margin() -> None:
+    verdict = judge(SPEC, PREDICTED, PEAK, misses(40, 0.001))
+    assert verdict.margin_bytes == int(PEAK * 0.02)
+    assert "at least 2%" in (verdict.margin_source or "")
+
+
+def test_a_margin_of_measured_runs_may_be_wider_than_the_documented_bound() -> None:
+    assert judge(SPEC, PREDICTED, PEAK, misses(20, 0.9)).margin_bytes == int(PEAK * 0.9) > MARGIN
+
+
+def test_accepted_runs_that_ended_out_of_memory_keep_the_margin_from_falling_below_the_documented_bound() -> None:
+    verdict = judge(SPEC, PREDICTED, PEAK, misses(40, 0.03, out_of_memory=1))
+    assert verdict.margin_bytes == MARGIN
+    assert "1 accepted run(s) ended out of memory" in (verdict.margin_source or "")
+    assert judge(SPEC, PREDICTED, PEAK, misses(40, 0.9, out_of_memory=1)).margin_bytes == int(PEAK * 0.9)
+
+
+def test_a_tight_run_is_told_which_margin_made_it_so() -> None:
+    for known in (None, misses(25, 0.04)):
+        verdict = judge(SPEC, PREDICTED, PEAK, known)
+        assert verdict.verdict == "tight"
+        assert verdict.margin_source is not None
+        assert verdict.margin_source in verdict.reason

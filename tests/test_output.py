@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator import planner
 from orchestrator.output import as_json, as_text
-from orchestrator.preflight import judge
+from orchestrator.preflight import judge, verdict_code
 from tests.specs import run_spec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -49,26 +49,33 @@ def test_the_json_holds_every_key_of_the_contract() -> None:
         "first_step_peak_allocated_bytes",
         "terms",
         "margin_bytes",
+        "margin_source",
         "recompute_flops_fraction",
     } <= set(content["estimate"])
     assert set(content["estimate"]["phases"]) == {"init", "forward", "backward", "optimizer_step", "resume"}
     assert "device_hours" in content["budget"]
+    assert {"note", "full", "ops", "own"} <= set(content["checkpointing"])
+    assert {"saved_bytes", "recompute_flops_fraction"} <= set(content["checkpointing"]["full"])
+    assert content["largest_micro_batch"] >= 4
     assert json.loads(json.dumps(content)) == content
 
 
 def test_numbers_that_nobody_can_know_are_null_with_the_reason_beside_them() -> None:
-    content = as_json(*judge(run_spec("train.precision=bf16", "device=h100_80gb")))
+    content = as_json(*judge(run_spec("train.compile=true", "device=h100_80gb")))
     assert content["verdict"] == "unknown"
     assert content["estimate"]["peak_device_bytes"] is None
     assert content["estimate"]["margin_bytes"] is None
-    assert content["estimate"]["unknown"][0]["key"] == "train.precision"
-    assert "train.precision=bf16" in content["reason"]
+    assert content["estimate"]["margin_source"] is None
+    assert content["largest_micro_batch"] is None
+    assert content["checkpointing"] is None
+    assert content["estimate"]["unknown"][0]["key"] == "train.compile"
+    assert "train.compile=true" in content["reason"]
 
 
 def test_an_unknown_plan_says_how_to_run_all_the_same() -> None:
-    text = as_text(*judge(run_spec("train.precision=bf16", "device=h100_80gb")))
+    text = as_text(*judge(run_spec("train.compile=true", "device=h100_80gb")))
     assert "oomguard.allow_unknown=true" in text
-    assert "Set it to bf16_mixed or fp32" in text
+    assert "Set it to false" in text
 
 
 def test_where_nothing_fits_the_text_says_so() -> None:
@@ -79,4 +86,27 @@ def test_where_nothing_fits_the_text_says_so() -> None:
 def test_a_tight_run_is_warned_and_offered_room() -> None:
     text = as_text(*judge(run_spec("model=behemoth", "device=a100_40gb", "train.micro_batch=15")))
     assert "tight: " in text
-    assert "more room with ckpt=selective" in text
+    assert "more room with ckpt=" in text
+    assert "documented bound" in text
+
+
+def test_the_text_says_how_far_the_micro_batch_may_grow_and_what_checkpointing_would_save() -> None:
+    seen, plan = judge(run_spec("model=behemoth", "device=a100_40gb"))
+    text = as_text(seen, plan)
+    assert f"up to train.micro_batch={plan.largest_micro_batch} fits" in text
+    assert "no checkpointing is needed: ckpt=full would save " in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (("train.compile=true", "oomguard.allow_unknown=true"), "oomguard.allow_unknown=true"),
+        (("train.compile=true", "oomguard.enforce=false"), "oomguard.enforce=false"),
+        ((*TOO_LARGE, "oomguard.enforce=false"), "oomguard.enforce=false"),
+    ],
+)
+def test_a_run_that_starts_against_its_verdict_says_by_which_setting(overrides: tuple[str, ...], setting: str) -> None:
+    seen, plan = judge(run_spec("device=a100_40gb", *overrides))
+    assert plan.verdict.verdict in ("unknown", "does_not_fit")
+    assert f"starts all the same, by {setting}" in as_text(seen, plan)
+    assert verdict_code(seen, plan) == 0

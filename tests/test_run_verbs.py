@@ -121,3 +121,45 @@ def test_a_missing_name_is_a_config_error_that_points_to_the_help(
     code, _, err = verb(capsys, runs_dir, "show")
     assert code == 2
     assert "python -m orchestrator show --help" in err
+
+
+def test_accuracy_lists_errors_and_false_verdicts_by_method_device_and_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (measured, verdict) in enumerate([(90, "fits"), (100, "fits"), (125, "does_not_fit"), (600, "tight")]):
+        run_dir = tmp_path / f"run-{number}"
+        recorded.planned(run_dir)
+        recorded.submission(run_dir)
+        plan = {
+            "verdict": verdict,
+            "device": {"usable_bytes": 500},
+            "estimate": {"method": "formula", "peak_device_bytes": 100},
+        }
+        (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        recorded.train_report(run_dir, measured_peak_bytes=measured)
+    code, out, _ = verb(capsys, tmp_path, "accuracy")
+    assert code == 0
+    header, line, margin = out.splitlines()
+    assert header.split()[:7] == ["method", "device", "ckpt", "runs", "median", "p95", "worst"]
+    assert line.split() == ["formula", "cpu", "none", "4", "-10.0%", "-83.3%", "-83.3%", "1", "1", "0"]
+    assert margin == ("margin of formula on cpu: the documented bound (4 of 20 runs); largest under-prediction 500.0%")
+    _, out, _ = verb(capsys, tmp_path, "accuracy", "--json")
+    found = json.loads(out)
+    (group,) = found["groups"]
+    assert (group["runs"], group["false_accepts"], group["false_refusals"], group["no_prediction"]) == (4, 1, 1, 0)
+    assert group["worst_error"] == pytest.approx(100 / 600 - 1)
+    assert found["margins"] == [
+        {
+            "method": "formula",
+            "device_kind": "cpu",
+            "runs": 4,
+            "largest_under_prediction": 5.0,
+            "out_of_memory": 0,
+            "measured": False,
+        }
+    ]
+
+
+def test_accuracy_of_no_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb(capsys, tmp_path, "accuracy")[:2] == (0, f"no measured runs in {tmp_path}\n")
+    assert json.loads(verb(capsys, tmp_path, "accuracy", "--json")[1]) == {"groups": [], "margins": []}

@@ -188,6 +188,36 @@ def test_the_log_sum_exp_of_fused_attention_has_the_tabled_shape() -> None:
     assert lse.dtype == torch.float32
 
 
+# The outputs that ckpt.save names.
+
+
+@pytest.mark.parametrize(
+    ("model", "save", "kept"),
+    [
+        (gelu(), "attention", {"attention"}),
+        (gelu(), "qkv", {"q", "k", "v"}),
+        (gelu(), ("q", "qkv", "mlp_up"), {"q", "k", "v", "mlp_up"}),
+        (gelu(), "every_second_matmul", {"attention", "q", "v", "mlp_up"}),
+        (swiglu(), "every_second_matmul", {"attention", "q", "v", "mlp_gate", "mlp_down"}),
+        (swiglu(), ("every_second_matmul", "o"), {"attention", "q", "v", "o", "mlp_gate", "mlp_down"}),
+    ],
+)
+def test_a_name_of_what_to_keep_stands_for_outputs_of_the_block(
+    model: ModelSpec, save: str | tuple[str, ...], kept: set[str]
+) -> None:
+    assert shapes.saved_ops(model, save) == kept
+
+
+@variants
+def test_every_linear_layer_of_the_real_block_has_a_name_to_keep_its_output_by(model: ModelSpec) -> None:
+    block = Block(model)
+    names = {maker: name for name, maker in block.makers().items()}
+    linears = [module for module in block.modules() if isinstance(module, torch.nn.Linear)]
+    assert [names[linear] for linear in linears] == list(shapes.block_matmuls(model))
+    assert set(names.values()) == {"attention", *shapes.block_matmuls(model)}
+    assert set(names.values()) <= {s.name for s in shapes.block_activations(model, B, T)}
+
+
 # FLOPs, by counting them.
 
 
