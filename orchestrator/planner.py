@@ -24,7 +24,7 @@ _OPTION_BLOCKS = 2
 """Blocks that ckpt=selective needs at least: it recomputes every second one."""
 _STEP = 0.95
 """Of the memory of a cheaper alternative, at most, or a dearer one is not worth a line."""
-_NO_TENSORS = {"context", "nccl", "workspace", "allocator"}
+_NO_TENSORS = {"context", "nccl", "workspace", "allocator_idle"}
 """Terms of a peak that no setting of the loss changes."""
 Level = Literal["fits", "tight"]
 

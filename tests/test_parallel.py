@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.small_run import log, losses, on_ranks, one_rank, small_spec, train_here, train_ranks
 from train import shapes
-from train.loop import cross_entropy
+from train.loss import cross_entropy
 from train.parallel import build_sharded
 from train.spec import TrainSpec
 

@@ -63,7 +63,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad = grad.div_(tokens).to(hidden.dtype)
             torch.mm(grad, weight, out=hidden_grad[rows])
             weight_grad.addmm_(grad.t(), hidden[rows])
-            del grad
+            del losses, grad  # else they are alive beside those of the next slice
         ctx.grads = (hidden_grad, weight_grad)
         return total / tokens
 

@@ -48,7 +48,7 @@ def estimate(spec: TrainSpec) -> MemoryEstimate:
         allocated, first_allocated = allocated + workspace, first_allocated + workspace
         reserved = reserved_bytes(every, largest, workspace)
         first_reserved = reserved_bytes(first, largest, workspace)
-        terms["allocator"] = reserved - allocated
+        terms["allocator_idle"] = reserved - allocated
     return MemoryEstimate(
         method="formula",
         peak_phase=peak.phase,
@@ -96,9 +96,7 @@ def _overheads(spec: TrainSpec) -> tuple[int, int, int, tuple[str, ...]]:
         nccl = _HIGHEST_NCCL_BYTES
         notes.append(f"device.nccl_bytes: not measured on {device.name}; the highest published, 2 GiB, counts")
     if device.kind == "cuda":
-        notes.append(
-            "reserved bytes: each stream's own peak, in segments; the margin is for what fragments beyond"
-        )
+        notes.append("reserved bytes: each stream's own peak, in segments; the margin is for what fragments beyond")
     return context, workspace, nccl, tuple(notes)
 
 
