@@ -129,10 +129,11 @@ def test_a_region_that_recomputes_keeps_the_state_of_the_random_numbers() -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_flops_of_recomputation_are_those_counted(family: str, policy: str) -> None:
+def test_the_flops_of_recomputation_are_those_counted(family: str, dropout: float, policy: str) -> None:
     # Plain attention: the counter knows its products, and takes the fused kernel of the CPU for nothing.
-    spec = train_spec(*FAMILIES[family], ATTENTION["math"], *POLICIES[policy])
+    spec = train_spec(*FAMILIES[family], ATTENTION["math"], *POLICIES[policy], f"train.dropout={dropout}")
     tokens = torch.zeros((spec.train.micro_batch, spec.train.seq_len), dtype=torch.int64)
     loss = batch_loss(spec.train, real_module(spec), tokens, tokens)
     with FlopCounterMode(display=False) as counted:

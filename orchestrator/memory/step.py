@@ -108,7 +108,11 @@ class Step:
         return self.states.block.unsharded_bytes * (layer + 1 if self.never else 1)
 
     def reduce_input(self, group: Group) -> int:
-        """Input of a reduce-scatter; gloo works on a copy of it."""
+        """Input of a reduce-scatter; gloo works on a copy of it.
+
+        One rank has nothing to scatter. torch 2.9 asks gloo all the same, so that on CPU alone, and only where the
+        root's reduction is the peak, its peak is higher than this by that copy.
+        """
         return group.reduce_bytes * (2 if self.sharded and not self.here.on_cuda else 1)
 
     def layers_that_matter(self) -> list[int]:
