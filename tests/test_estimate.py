@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrator.memory.formula import estimate
 from orchestrator.memory.saved import ledger
-from orchestrator.memory.step import Step, moments, moments_of
+from orchestrator.memory.sizes import Sizes
+from orchestrator.memory.step import moments, moments_of
 from tests.specs import train_spec
 from train.spec import CkptSpec, TrainSpec
 
@@ -121,7 +122,7 @@ def test_full_holds_no_more_than_selective_and_selective_no_more_than_none(spec:
 def test_more_ranks_never_cost_more_bytes_of_parameters(spec: TrainSpec, more: int) -> None:
     spec = changed(spec, "parallel", shard="fsdp")
     wider = changed(spec, "parallel", devices_per_node=spec.parallel.devices_per_node + more)
-    few, many = Step(spec).states, Step(wider).states
+    few, many = Sizes(spec).states, Sizes(wider).states
     assert many.parameter_bytes <= few.parameter_bytes
     assert many.optimizer_bytes <= few.optimizer_bytes
 
@@ -139,8 +140,8 @@ def test_terms_add_up_and_allocated_is_no_more_than_reserved(spec: TrainSpec) ->
 @settings(max_examples=200, deadline=None)
 @given(specs())
 def test_the_layers_looked_at_are_those_of_the_peak(spec: TrainSpec) -> None:
-    step = Step(spec)
-    few, every = moments_of(step, step.layers_that_matter()), moments(spec)
+    sizes = Sizes(spec)
+    few, every = moments_of(sizes, sizes.layers_that_matter()), moments(spec)
     for what in ("total_bytes", "main_stream_bytes", "gradients", "all_gather_buffers"):
         assert max(getattr(m, what) for m in few) == max(getattr(m, what) for m in every), what
     for phase in ("forward", "backward"):

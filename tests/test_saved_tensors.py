@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from orchestrator.memory.formula import recompute_flops_fraction
 from orchestrator.memory.saved import Section, ledger
-from orchestrator.memory.step import RNG_STATE_BYTES
+from orchestrator.memory.sizes import RNG_STATE_BYTES
 from tests.live_bytes import LiveBytes
 from tests.small_run import one_rank
 from tests.specs import train_spec

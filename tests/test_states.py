@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchestrator.memory.step import Step
+from orchestrator.memory.sizes import Sizes
 from tests.small_run import on_ranks
 from tests.specs import train_spec
 from train.loss import batch_loss
@@ -69,7 +69,7 @@ def test_states_are_those_of_a_real_rank(world: int, tmp_path: Path) -> None:
     out = tmp_path / "bytes.json"
     assert on_ranks(world, tmp_path, _measure, specs, str(out)) == [0] * world
     for name, spec, real in zip(CASES, specs, json.loads(out.read_text(encoding="utf-8")), strict=True):
-        states = Step(spec).states
+        states = Sizes(spec).states
         predicted = {
             "parameters": states.parameter_bytes,
             "gradients": states.gradient_bytes,
@@ -85,5 +85,5 @@ def test_hsdp_shards_within_a_node_and_none_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "bytes.json"
     assert on_ranks(4, tmp_path, _measure, specs, str(out)) == [0] * 4
     for spec, real in zip(specs, json.loads(out.read_text(encoding="utf-8")), strict=True):
-        states = Step(spec).states
+        states = Sizes(spec).states
         assert (states.parameter_bytes, states.optimizer_bytes) == (real["parameters"], real["optimizer_states"])

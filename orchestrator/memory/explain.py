@@ -10,7 +10,8 @@ from orchestrator.memory.block import block_ops, setting
 from orchestrator.memory.formula import estimate
 from orchestrator.memory.graph import recomputed
 from orchestrator.memory.saved import Entry, kept_entries, ledger, stored_entries
-from orchestrator.memory.step import Moment, Step, cached_entries, moments
+from orchestrator.memory.sizes import cached_entries
+from orchestrator.memory.step import Moment, moments
 from orchestrator.units import flops, gib
 from train.shapes import saved_ops
 from train.spec import CkptSpec, TrainSpec
@@ -113,9 +114,9 @@ def _policies(spec: TrainSpec) -> list[str]:
 
 def _over_the_step(spec: TrainSpec) -> list[str]:
     """A bar for each moment, blocks thinned out to the first, the middle and the last."""
-    step = Step(spec)
+    last = spec.model.num_layers - 1
     every = [m for m in moments(spec) if m.phase not in ("init", "resume")]
-    shown = set(map(str, (0, step.layers // 2, step.layers - 1)))
+    shown = set(map(str, (0, (last + 1) // 2, last)))
     highest = max(every, key=lambda moment: moment.total_bytes)
     chosen = [m for m in every if m is highest or _layer(m) is None or _layer(m) in shown]
     lines = ["memory over a step, tensors of rank 0", *_LEGEND]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from orchestrator.memory.allocator import reserved_bytes
 from orchestrator.memory.estimate import PHASES, MemoryEstimate, Phase, cannot_tell
-from orchestrator.memory.step import Moment, Step, moments_of
+from orchestrator.memory.sizes import Sizes
+from orchestrator.memory.step import Moment, moments_of
 from train.spec import Problem, TrainSpec
 
 GIB = 1024**3
@@ -30,8 +31,8 @@ def estimate(spec: TrainSpec) -> MemoryEstimate:
     unknown = _without_formula(spec)
     if unknown:
         return cannot_tell(unknown)
-    step = Step(spec)
-    every = moments_of(step, step.layers_that_matter())
+    sizes = Sizes(spec)
+    every = moments_of(sizes, sizes.layers_that_matter())
     totals = [moment.total_bytes for moment in every]
     peak = every[totals.index(max(totals))]
     highest: dict[Phase, int] = dict.fromkeys(PHASES, 0)
@@ -43,8 +44,8 @@ def estimate(spec: TrainSpec) -> MemoryEstimate:
     terms |= {"context": context, "nccl": nccl, "workspace": workspace}
     allocated = reserved = max(totals)
     first_allocated = first_reserved = max(moment.total_bytes for moment in first)
-    if step.here.on_cuda:
-        largest = step.largest_tensor_bytes()
+    if sizes.here.on_cuda:
+        largest = sizes.largest_tensor_bytes()
         allocated, first_allocated = allocated + workspace, first_allocated + workspace
         reserved = reserved_bytes(every, largest, workspace)
         first_reserved = reserved_bytes(first, largest, workspace)
@@ -60,15 +61,15 @@ def estimate(spec: TrainSpec) -> MemoryEstimate:
         first_step_peak_allocated_bytes=first_allocated,
         first_step_peak_reserved_bytes=first_reserved,
         terms=dict(terms),
-        recompute_flops_fraction=step.recompute_flops_fraction,
+        recompute_flops_fraction=sizes.recompute_flops_fraction,
         unknown=(),
         notes=notes,
     )
 
 
 def recompute_flops_fraction(spec: TrainSpec) -> float:
-    """FLOPs that recomputation adds, as a share of a step's without it; see Step."""
-    return Step(spec).recompute_flops_fraction
+    """FLOPs that recomputation adds, as a share of a step's without it; see Sizes."""
+    return Sizes(spec).recompute_flops_fraction
 
 
 def _first_step(every: Sequence[Moment]) -> tuple[Moment, ...]:

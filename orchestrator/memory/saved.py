@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from orchestrator.memory.block import FP32, Setting, block_ops, last_norm_ops, setting
 from orchestrator.memory.graph import INPUT, Op
-from orchestrator.memory.step import RNG_STATE_BYTES, cached_entries, inputs
+from orchestrator.memory.sizes import RNG_STATE_BYTES, cached_entries, inputs
 from train import shapes
 from train.spec import TrainSpec
 
