@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.oomguard import Misses
+from orchestrator.oomguard import Miss, Misses, tensors_bytes
 from train.spec import Spec
 
 NEWEST_RUNS = 200
@@ -41,6 +41,8 @@ class Row(Spec):
     """What the verdict compared with."""
     predicted_bytes: int | None
     """Peak of one device; null: nobody could tell."""
+    tensors_bytes: int | None
+    """Of the predicted peak, without context, NCCL and workspace; null where the plan has no terms of it."""
     measured_bytes: int | None
     """The same measured, on rank 0; null where it ended out of memory."""
     out_of_memory: bool
@@ -77,12 +79,14 @@ class Group(Spec):
     """Rows with a predicted and a measured peak."""
     no_prediction: int
     """Rows that were measured and that nobody predicted."""
-    median_error: float | None
-    """predicted / measured - 1, signed."""
+    median_absolute_error: float | None
+    """Half of the rows are off by no more, to either side; the error of a row is predicted / measured - 1."""
     p95_error: float | None
     """The error that 95 % of the rows do not pass by absolute value, with its sign."""
     worst_error: float | None
     """The error that is largest by absolute value, with its sign."""
+    bias: float | None
+    """The median of the errors with their signs; above 0: predicted too much."""
     false_accepts: int
     false_refusals: int
 
@@ -108,12 +112,12 @@ def read(runs_dir: Path) -> tuple[Row, ...]:
 def misses(rows: Iterable[Row], method: str, device_kind: str) -> Misses:
     """What the rows of this method and kind of device say of its next prediction, policies together."""
     mine = [row for row in rows if (row.method, row.device_kind) == (method, device_kind)]
-    shares = [
-        row.measured_bytes / row.predicted_bytes - 1 for row in mine if row.predicted_bytes and row.measured_bytes
-    ]
     return Misses(
-        rows=len(shares),
-        largest_share=max([0.0, *shares]),
+        rows=tuple(
+            Miss(tensors_bytes=row.tensors_bytes, share=(row.measured_bytes - row.predicted_bytes) / row.tensors_bytes)
+            for row in mine
+            if row.predicted_bytes and row.measured_bytes and row.tensors_bytes
+        ),
         out_of_memory=sum(row.out_of_memory and row.verdict in _ACCEPTED for row in mine),
     )
 
@@ -134,9 +138,10 @@ def _group(key: tuple[str, str, str], rows: list[Row]) -> Group:
         policy=key[2],
         runs=len(errors),
         no_prediction=sum(row.predicted_bytes is None for row in rows),
-        median_error=statistics.median(errors) if errors else None,
+        median_absolute_error=statistics.median(map(abs, errors)) if errors else None,
         p95_error=errors[math.ceil(0.95 * len(errors)) - 1] if errors else None,
         worst_error=errors[-1] if errors else None,
+        bias=statistics.median(errors) if errors else None,
         false_accepts=sum(row.false_accept for row in rows),
         false_refusals=sum(row.false_refusal for row in rows),
     )
@@ -169,6 +174,7 @@ def _row(name: str, path: str, files: set[str], train: dict[str, Any], attempt: 
     )
     if measured is None and not out_of_memory:
         return None
+    predicted, terms = plan["estimate"]["peak_device_bytes"], plan["estimate"].get("terms")
     return Row(
         run=name,
         attempt=attempt,
@@ -177,7 +183,8 @@ def _row(name: str, path: str, files: set[str], train: dict[str, Any], attempt: 
         policy=train["ckpt"]["policy"],
         verdict=plan["verdict"],
         usable_bytes=plan["device"]["usable_bytes"],
-        predicted_bytes=plan["estimate"]["peak_device_bytes"],
+        predicted_bytes=predicted,
+        tensors_bytes=None if predicted is None or not terms else tensors_bytes(predicted, terms),
         measured_bytes=None if out_of_memory else measured,
         out_of_memory=out_of_memory,
     )

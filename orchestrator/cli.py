@@ -63,13 +63,18 @@ def split_verb(words: list[str]) -> tuple[str, list[str]]:
 
 def _config_verb(verb: str, argv: list[str]) -> int:
     """Compose all jobs, then check or run them one after the other; the highest of their exit codes."""
-    specs = config.compose_jobs(["output=explain" if word == _EXPLAIN else word for word in argv])
+    config.check_flags(argv, (_EXPLAIN,))
+    explained = _EXPLAIN in argv
+    if explained and verb == "run":
+        raise ConfigError([f"{_EXPLAIN}: run starts the run and explains nothing. Write check {_EXPLAIN} for that"])
+    specs = config.compose_jobs([word for word in argv if word != _EXPLAIN])
     rows = {name: accuracy.read(Path(name).expanduser()) for name in {spec.launch.runs_dir for spec in specs}}
     printed: list[dict[str, object]] = []
     codes = [0]
     for spec in specs:
         try:
-            code, answer = (_check if verb == "check" else _run)(spec, rows[spec.launch.runs_dir])
+            finished = rows[spec.launch.runs_dir]
+            code, answer = _check(spec, finished, explained) if verb == "check" else _run(spec, finished)
         except OrchestratorError as error:
             print(error, file=sys.stderr)
             code = int(error.exit_code)
@@ -84,15 +89,17 @@ def _config_verb(verb: str, argv: list[str]) -> int:
     return max(codes)
 
 
-def _check(spec: RunSpec, rows: Sequence[Row]) -> tuple[int, dict[str, object]]:
+def _check(spec: RunSpec, rows: Sequence[Row], explained: bool) -> tuple[int, dict[str, object]]:
     seen, plan = judge(spec, rows)
-    if spec.output != "json":
-        print(output.as_text(seen, plan))
-    if spec.output == "explain" and plan.verdict.estimate.peak_device_bytes is not None:
+    ledger: str | None = None
+    if (explained or spec.output == "explain") and plan.verdict.estimate.peak_device_bytes is not None:
         from orchestrator.memory import explain  # late: only this asks for it
 
-        print(f"\n{explain.as_text(seen.train)}")
-    return int(verdict_code(seen, plan)), output.as_json(seen, plan)
+        ledger = explain.as_text(seen.train)
+    if spec.output != "json":
+        print(output.as_text(seen, plan) + (f"\n\n{ledger}" if ledger else ""))
+    answer: dict[str, object] = output.as_json(seen, plan)
+    return int(verdict_code(seen, plan)), answer | {"explain": ledger} if explained else answer
 
 
 def _run(spec: RunSpec, rows: Sequence[Row]) -> tuple[int, dict[str, object]]:

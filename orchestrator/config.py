@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from orchestrator.errors import ConfigError
-from orchestrator.explain import first_line, leaves, not_a_choice, problem_of, unknown_key
+from orchestrator.explain import first_line, leaves, not_a_choice, problems_of, unknown_flag, unknown_key
 from orchestrator.project import CONF_DIR
 from orchestrator.spec import LaunchSpec, OomguardSpec, RunSpec, TrackingSpec
 from train.checks import problems
@@ -39,6 +39,13 @@ _OUTPUTS = ("text", "json", "explain")
 # Flags of Hydra that take the next word as their value.
 VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
 DIR_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+_ALONE_TOO = ("--info", "-i")
+"""Of these, the ones that may stand without it."""
+PLAIN_FLAGS = (
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
+    *("--shell-completion", "-sc"),
+)
+"""Flags of Hydra that take none."""
 
 
 def compose_jobs(argv: list[str]) -> list[RunSpec]:
@@ -49,6 +56,28 @@ def compose_jobs(argv: list[str]) -> list[RunSpec]:
     """
     one = None if _speaks_to_hydra(argv) else _composed_once(argv)
     return _by_hydra(argv) if one is None else [one]
+
+
+def check_flags(argv: list[str], ours: tuple[str, ...]) -> None:
+    """Raise ConfigError with all flags that are neither Hydra's nor `ours`, which take no value.
+
+    Hydra's own parser would print a usage that does not know ours, and exit.
+    """
+    plain, valued = (*ours, *PLAIN_FLAGS), (*VALUE_FLAGS, *DIR_FLAGS)
+    found: list[Problem | str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if word in valued:
+            if next(words, None) is None and word not in _ALONE_TOO:
+                value = "job" if word in ("--cfg", "-c") else "..."
+                found.append(f"{word}: the flag takes a value, as in {word} {value}")
+        elif flag in plain and equals:
+            found.append(f"{word}: the flag takes no value. Write {flag}")
+        elif word.startswith("-") and flag not in (*plain, *valued):
+            found.append(unknown_flag(word, [name for name in (*plain, *valued) if name.startswith("--")]))
+    if found:
+        raise ConfigError(found)
 
 
 def _speaks_to_hydra(argv: list[str]) -> bool:
@@ -130,7 +159,7 @@ def validate(content: dict[str, Any], choices: Mapping[str, str], overrides: tup
         try:
             sections[name] = spec_type.model_validate_json(json.dumps(content.get(name)))
         except ValidationError as error:
-            found += [problem_of(spec_type, name, details) for details in error.errors()]
+            found += problems_of(spec_type, name, content.get(name), error.errors())
     known = [*_SECTIONS, "output"]
     found += [unknown_key(key, content[key], known) for key in content if key not in known]
     if content.get("output") not in _OUTPUTS:

@@ -4,6 +4,7 @@ Takes a TrainSpec, a MemoryEstimate, the usable bytes and what finished runs sho
 of memory.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 from orchestrator.memory.estimate import MemoryEstimate
@@ -22,17 +23,38 @@ _CPU_IDLE_SHARE = 0.05
 LEAST_ROWS = 20
 # Where no run was under-predicted, the next one may still be by the noise of one code path, about 2 % between devices.
 _LEAST_SHARE = 0.02
+# What a small run misses is rounding and a constant, which says nothing of a large one's blocks and streams.
+LEAST_SIZE = 4
+"""A measured run counts for those of at most so many times its tensors."""
+_NO_TENSORS = ("context", "nccl", "workspace")
+"""Terms of a peak that are constants of the device: no formula is right or wrong about them."""
+
+
+class Miss(Spec):
+    """One finished run with a predicted and a measured peak."""
+
+    tensors_bytes: int
+    """Of the prediction, without context, NCCL and workspace; more than 0."""
+    share: float
+    """Measured less predicted peak as a share of these; negative where less was taken than predicted."""
 
 
 class Misses(Spec):
     """What the finished runs of one method and one kind of device showed, across policies."""
 
-    rows: int
-    """Runs with a predicted and a measured peak."""
-    largest_share: float
-    """The largest under-prediction, measured above predicted, as a share of the prediction; 0 where there was none."""
+    rows: tuple[Miss, ...]
     out_of_memory: int
     """Runs that were accepted and ended out of memory: their peak is not among the rows."""
+
+    def for_tensors(self, tensors_bytes: int) -> tuple[Miss, ...]:
+        """The rows that speak of a run with so many bytes of tensors: those of at least a quarter of them."""
+        return tuple(row for row in self.rows if row.tensors_bytes * LEAST_SIZE >= tensors_bytes)
+
+    @property
+    def measured_up_to_bytes(self) -> int | None:
+        """Most bytes of tensors of a run whose margin is measured; None where there are fewer than 20 rows."""
+        sizes = sorted((row.tensors_bytes for row in self.rows), reverse=True)
+        return sizes[LEAST_ROWS - 1] * LEAST_SIZE if len(sizes) >= LEAST_ROWS else None
 
 
 class Verdict(Spec):
@@ -61,25 +83,34 @@ class Margin(Spec):
 def margin(spec: TrainSpec, estimate: MemoryEstimate, misses: Misses | None) -> Margin | None:
     """Most that the estimate may miss; None where it has no peak.
 
-    From `misses` where they are at least 20 rows: their largest under-prediction, and never under 2 %. Otherwise, and
-    at least that much where an accepted run ended out of memory, the documented bound of the method.
+    From `misses` where at least 20 of their rows have a quarter of its tensors or more: the largest under-prediction of
+    these as a share of the tensors, and never under 2 %. Otherwise, and at least that much where an accepted run ended
+    out of memory, the documented bound of the method.
     """
     peak = estimate.peak_device_bytes
     documented = _documented(spec, estimate)
     if peak is None or documented is None:
         return None
-    rows = 0 if misses is None else misses.rows
-    if misses is None or rows < LEAST_ROWS:
-        short = f"{documented.source}; {rows} of the {LEAST_ROWS} measured runs that would replace it"
-        return documented.model_copy(update={"source": short})
-    share = max(misses.largest_share, _LEAST_SHARE)
-    measured = int(peak * share)
+    tensors = tensors_bytes(peak, estimate.terms)
+    rows = () if misses is None else misses.for_tensors(tensors)
+    if misses is None or len(rows) < LEAST_ROWS:
+        until = f"until {LEAST_ROWS} runs of at least a quarter of its size are measured, {len(rows)} so far"
+        return documented.model_copy(update={"source": f"{documented.source}, {until}"})
+    largest = max(0.0, *(row.share for row in rows))
+    share = max(largest, _LEAST_SHARE)
+    measured = int(tensors * share)
     if misses.out_of_memory and documented.margin_bytes > measured:
-        ended = f"{misses.out_of_memory} accepted run(s) ended out of memory, so that {rows} measured runs do not do"
-        return documented.model_copy(update={"source": f"{documented.source}; {ended}"})
-    seen = f"largest under-prediction of {rows} measured runs, {misses.largest_share:.1%}"
-    floor = f", at least {_LEAST_SHARE:.0%}" if share > misses.largest_share else ""
-    return Margin(margin_bytes=measured, source=f"{seen}{floor}")
+        ended = f"{misses.out_of_memory} accepted run(s) ended out of memory"
+        source = f"{documented.source}, since {ended}, whatever {len(rows)} measured runs say"
+        return documented.model_copy(update={"source": source})
+    seen = f"largest under-prediction of {len(rows)} measured runs of at least a quarter of its size"
+    floor = f", at least {_LEAST_SHARE:.0%}" if share > largest else ""
+    return Margin(margin_bytes=measured, source=f"{seen}, {largest:.1%} of the tensors{floor}")
+
+
+def tensors_bytes(peak_device_bytes: int, terms: Mapping[str, int | None]) -> int:
+    """Bytes of a predicted peak that are tensors or held for them: all but context, NCCL and workspace."""
+    return peak_device_bytes - sum(terms.get(name) or 0 for name in _NO_TENSORS)
 
 
 def _documented(spec: TrainSpec, estimate: MemoryEstimate) -> Margin | None:
@@ -116,7 +147,7 @@ def judge(spec: TrainSpec, estimate: MemoryEstimate, usable_bytes: int | None, m
         elif peak + allowed.margin_bytes > usable:
             verdict = "tight"
             more = f"it may take up to {gib(allowed.margin_bytes)} more ({allowed.source})"
-            reason = f"tight: {of}; {more}, so it can run out of memory"
+            reason = f"tight: {of}; it can run out of memory, as {more}"
         else:
             verdict, reason = "fits", f"fits: {of}"
     return Verdict(

@@ -46,7 +46,7 @@ def as_text(spec: RunSpec, plan: Plan) -> str:
         lines.append(f"starts all the same, by {all_the_same}")
     elif verdict.verdict == "unknown":
         lines.append("refused, because a guess would be worse; oomguard.allow_unknown=true runs it all the same")
-    lines += _alternatives(spec, plan)
+    lines += _alternatives(plan)
     if plan.largest_micro_batch is not None:
         lines.append(f"room      up to train.micro_batch={plan.largest_micro_batch} fits, all else as it is")
     if plan.checkpointing is not None:
@@ -62,13 +62,12 @@ def as_text(spec: RunSpec, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _alternatives(spec: RunSpec, plan: Plan) -> list[str]:
+def _alternatives(plan: Plan) -> list[str]:
     if plan.verdict.verdict == "does_not_fit" and not plan.alternatives:
-        more = " and more devices" if spec.train.device.kind == "cuda" else ""
-        return [
-            f"nothing was found that fits: recomputing all blocks and micro-batches of 1{more} were tried, within the "
-            "budget. Set a smaller model or train.seq_len."
-        ]
+        *others, last = ("", *plan.tried)
+        tried = f"{', '.join(others[1:])} and {last}" if others[1:] else last
+        what = f": tried {tried}, within" if tried else " within"
+        return [f"nothing was found that fits{what} the budget. Set a smaller model or train.seq_len."]
     word = "more room with" if plan.verdict.verdict == "tight" else "fits with"
     return [f"{word:<14} {_one(alternative)}" for alternative in plan.alternatives]
 

@@ -16,14 +16,14 @@ from orchestrator.memory.formula import estimate
 from orchestrator.oomguard import Misses, Verdict
 from orchestrator.spec import RunSpec
 from orchestrator.worth import Worth, worth
-from train.spec import Spec, TrainSpec
+from train.spec import CkptSpec, LoopSpec, ParallelSpec, Spec, TrainSpec
 
 _MOST_ALTERNATIVES = 5
 _MOST_DEVICES = 8
 _OPTION_BLOCKS = 2
 """Blocks that ckpt=selective needs at least: it recomputes every second one."""
 _STEP = 0.95
-"""Of the memory of a cheaper alternative, at most, or a dearer one is not worth a line."""
+"""Of the memory of a cheaper alternative, or of a shorter one, at most, or a dearer one is not worth a line."""
 _NO_TENSORS = {"context", "nccl", "workspace", "allocator_idle"}
 """Terms of a peak that no setting of the loss changes."""
 Level = Literal["fits", "tight"]
@@ -53,6 +53,8 @@ class Plan(Spec):
     verdict: Verdict
     alternatives: tuple[Alternative, ...]
     """Cheapest first; empty for a run that fits."""
+    tried: tuple[str, ...]
+    """What the search for them judged, for a person; empty for a run that fits."""
     largest_micro_batch: int | None
     """Largest train.micro_batch whose verdict is `fits`, all else as it is; None: not even 1, or not known."""
     checkpointing: Worth | None
@@ -68,9 +70,11 @@ def plan(spec: RunSpec, verdict: Verdict, misses: Misses | None) -> Plan:
     """The plan of a judged run; `misses` as in oomguard.judge."""
     bench = _Bench(spec, verdict, misses)
     wanted = verdict.verdict in ("does_not_fit", "tight")
+    alternatives = _alternatives(spec, bench, verdict.verdict == "tight") if wanted else ()
     return Plan(
         verdict=verdict,
-        alternatives=_alternatives(spec, bench, verdict.verdict == "tight") if wanted else (),
+        alternatives=alternatives,
+        tried=bench.tried() if wanted else (),
         largest_micro_batch=_largest_micro_batch(spec.train, bench),
         checkpointing=worth(spec.train, verdict, bench.verdict),
         budget=Budget(device_hours=None, reason="nobody has measured the speed of this config on this device"),
@@ -85,6 +89,7 @@ class _Bench:
     def __init__(self, spec: RunSpec, verdict: Verdict, misses: Misses | None) -> None:
         self.misses = misses
         self.typed = spec.overrides
+        self.run = spec.train
         self.known = {_key(spec.train): verdict}
 
     def verdict(self, train: TrainSpec) -> Verdict:
@@ -92,6 +97,20 @@ class _Bench:
         if key not in self.known:
             self.known[key] = oomguard.judge(train, estimate(train), train.device.usable_bytes, self.misses)
         return self.known[key]
+
+    def tried(self) -> tuple[str, ...]:
+        """What the specs that were judged have and the run has not, in the words of a sentence."""
+        run, words = self.run, dict[str, bool]()
+        for ckpt, loop, parallel in self.known:
+            now = {
+                "recomputing all blocks": ckpt.policy == "full" != run.ckpt.policy,
+                "micro-batches of 1": loop.micro_batch == 1 < run.train.micro_batch,
+                "the loss in chunks": loop.loss == "chunked" != run.train.loss,
+                "more devices": parallel.world_size > run.parallel.world_size,
+                "train.precision=bf16_mixed": loop.precision == "bf16_mixed" != run.train.precision,
+            }
+            words = {word: seen or words.get(word, False) for word, seen in now.items()}
+        return tuple(word for word, seen in words.items() if seen)
 
     def alternative(self, change: Change, level: Level) -> Alternative | None:
         """The change as an alternative, None where its verdict is worse than `level` or it passes the budget."""
@@ -113,7 +132,7 @@ class _Bench:
         )
 
 
-def _key(train: TrainSpec) -> object:
+def _key(train: TrainSpec) -> tuple[CkptSpec, LoopSpec, ParallelSpec]:
     """What an alternative may change."""
     return (train.ckpt, train.train, train.parallel)
 
@@ -161,26 +180,43 @@ class _Search:
         return tuple(each.alternative for each in chosen)
 
     def starts(self, change: Change) -> list[Change]:
-        """The change as it is, and with the loss in chunks where the logits are the most at its peak."""
+        """The change as it is, and with the loss in chunks where the logits are the most at its peak.
+
+        Or once all blocks recompute: without their activations the logits may be the largest term.
+        """
+        if change.train.train.loss == "chunked":
+            return [change]
+        peaks = (change, self.with_ckpt(change, "full", None))
+        logits_matter = any(self.largest_term(each) == "loss" for each in peaks)
+        return [change, changes.chunked_loss(change)] if logits_matter else [change]
+
+    def largest_term(self, change: Change) -> str | None:
+        """Of the tensors at the peak; None where nobody can tell."""
         terms = self.bench.verdict(change.train).estimate.terms
-        largest = max(terms.keys() - _NO_TENSORS, key=lambda name: terms[name] or 0, default=None)
-        in_full = change.train.train.loss == "full"
-        return [change, changes.chunked_loss(change)] if in_full and largest == "loss" else [change]
+        return max(terms.keys() - _NO_TENSORS, key=lambda name: terms[name] or 0, default=None)
 
     def same_devices(self, starts: Sequence[Change]) -> list[_Found]:
-        """One change alone, by added FLOPs; if none does it, recomputation with a smaller micro-batch."""
-        alone = [*self.fitting(starts), *chain.from_iterable(map(self.recomputing, starts))]
-        alone += chain.from_iterable(map(self.largest_fitting, starts))
-        if alone:
-            return sorted(alone, key=lambda each: each.cost)
-        together = (self.largest_fitting(policy) for start in starts for policy in self.whole_model(start))
-        return sorted(chain.from_iterable(together), key=lambda each: each.cost)
+        """One change alone, by added FLOPs; if none does it, recomputation with a smaller micro-batch.
+
+        The loss in chunks goes with each: it costs nothing.
+        """
+        found = self.fitting(starts)
+        for start in starts:
+            found += self.recomputing(start) + self.largest_fitting(start)
+        if not any(each.change.train.train.loss == starts[0].train.train.loss for each in found):
+            policies = chain.from_iterable(map(self.whole_model, starts))
+            found += chain.from_iterable(self.largest_fitting(each) for each in policies if not self.fitting([each]))
+        return sorted(found, key=lambda each: each.cost)
 
     def wider(self, starts: Sequence[Change], together: bool) -> list[_Found]:
-        """The fewest devices that do; `together`: and fewer with all blocks recomputed, then in micro-batches of 1."""
-        start, found, most = starts[-1], [], self.at_most_devices
-        full = changes.with_ckpt(start, "full", self.bench.typed)
-        for each in (start, full, *changes.smaller_micro_batches(full)[-1:]) if together else (start,):
+        """The fewest devices that do, and fewer with the loss in chunks.
+
+        `together`: and fewer with all blocks recomputed, then in micro-batches of 1.
+        """
+        found, most = list[_Found](), self.at_most_devices
+        last = starts[-1]
+        full = changes.with_ckpt(last, "full", self.bench.typed)
+        for each in (*starts, full, *changes.smaller_micro_batches(full)[-1:]) if together else starts:
             fitting = (one for wider in changes.more_devices(each, most) for one in self.fitting([wider]))
             fewest = next(fitting, None)
             if fewest is not None:
@@ -248,7 +284,10 @@ class _Search:
 
 
 def _dominated(one: _Found, others: Iterable[_Found]) -> bool:
-    """Whether another has no more bytes and FLOPs and costs nothing that `one` does not; of equals the shorter has."""
+    """Whether another has no more bytes and FLOPs and costs nothing that `one` does not; of equals the shorter has.
+
+    Where the other only adds words, for no fewer FLOPs, it has to save what is worth a line.
+    """
 
     def better(other: _Found) -> bool:
         mine, its = one.alternative, other.alternative
@@ -256,6 +295,8 @@ def _dominated(one: _Found, others: Iterable[_Found]) -> bool:
         cheaper = mine.recompute_flops_fraction - its.recompute_flops_fraction
         if fewer < 0 or cheaper < 0 or not other.change.costs <= one.change.costs:
             return False
+        if cheaper == 0 and set(mine.overrides) < set(its.overrides):
+            return its.peak_device_bytes < mine.peak_device_bytes * _STEP
         return fewer > 0 or cheaper > 0 or _words(other) < _words(one)
 
     return any(better(other) for other in others)

@@ -4,18 +4,22 @@ A dispatch mode that sees every storage an operation makes, and takes each one's
 FSDP frees parameters by resizing their storages to nothing, which no operation shows.
 """
 
+import gc
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from train.checkpoint import Progress, load, save
 from train.loss import batch_loss
+from train.model import Transformer
 from train.optim import build_optimizer, clip_gradients
 from train.parallel import build_sharded
 from train.spec import TrainSpec
@@ -70,41 +74,105 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def step_peaks(spec: TrainSpec) -> dict[str, int]:
-    """Peaks of live bytes in the second optimizer step of the real trainer's parts, by phase; needs a process group.
+_PHASE = "phase of a step: "
 
-    The step is the loop's own (train/loop.py), taken apart at the ends of its phases.
+
+class AllocatorBytes:
+    """Peaks of bytes allocated while it is entered, phase by phase, by the CPU allocator's own events.
+
+    Unlike LiveBytes it changes nothing: under a dispatch mode autograd adds gradients out of place that it else adds in
+    place, as it takes every tensor for one of a subclass.
     """
-    live = LiveBytes()
+
+    def __init__(self, start_bytes: int) -> None:
+        self._start_bytes = start_bytes
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.peaks: dict[str, int] = {}
+
+    def start_phase(self, name: str) -> None:
+        """What follows, until the next call, is this phase."""
+        with record_function(f"{_PHASE}{name}"):
+            pass
+
+    def __enter__(self) -> "AllocatorBytes":
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        time.sleep(0.02)  # gloo frees in threads of its own
+        self._profile.__exit__(*error)
+        now, phase = self._start_bytes, ""
+        events = list(self._profile.profiler.kineto_results.events())
+        for _, _, event in sorted((event.start_ns(), i, event) for i, event in enumerate(events)):
+            if event.name().startswith(_PHASE):
+                phase = event.name().removeprefix(_PHASE)
+                self.peaks[phase] = now
+            elif event.name() == "[memory]":
+                now += event.nbytes()
+                self.peaks[phase] = max(self.peaks.get(phase, 0), now)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the local storages of these tensors, each once."""
+    local = [getattr(t, "_local_tensor", t).untyped_storage() for t in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in local}.values())
+
+
+def step_peaks(spec: TrainSpec) -> dict[str, int]:
+    """Peaks of bytes alive in an optimizer step of the real trainer's parts, by phase; needs a process group.
+
+    The step is the loop's own (train/loop.py), taken apart at the ends of its phases. Not the first, in which AdamW has
+    no states; with several ranks the least of eight, as gloo's threads may free a buffer late.
+    """
+    gc.collect()
+    gc.disable()  # else what an earlier test left is freed, and counted, in between
+    try:
+        return _step_peaks(spec)
+    finally:
+        gc.enable()
+
+
+def _step_peaks(spec: TrainSpec) -> dict[str, int]:
     module = build_sharded(spec, torch.device("cpu"))
-    for parameter in module.parameters():
-        live.add(parameter)
-    peaks = {"init": live.total()}
+    init = storage_bytes(module.parameters())
     optimizer = build_optimizer(module, spec.optim)
-    size = (spec.train.micro_batch, spec.train.seq_len)
-    for _ in range(2):
-        peaks |= {"forward": 0, "backward": 0}
+    steps = []
+    for _ in range(2 if spec.parallel.world_size == 1 else 9):
+        peaks = {"init": init, "forward": 0, "backward": 0}
         for _ in range(spec.train.grad_accum):
-            inputs = torch.randint(0, spec.model.vocab_size, size)
+            inputs = torch.randint(0, spec.model.vocab_size, (spec.train.micro_batch, spec.train.seq_len))
             targets = inputs.clone()
-            live.add(inputs)
-            live.add(targets)
-            with live:
-                live.start_phase()
+            with AllocatorBytes(storage_bytes(_held_between_passes(module, optimizer, inputs, targets))) as live:
+                live.start_phase("forward")
                 loss = batch_loss(spec.train, module, inputs, targets) / spec.train.grad_accum
-                peaks["forward"] = max(peaks["forward"], live.peak)
-                live.start_phase()
+                live.start_phase("backward")
                 loss.backward()
-                peaks["backward"] = max(peaks["backward"], live.peak)
-                del loss
-        with live:
-            live.start_phase()
+            peaks |= {phase: max(peaks[phase], peak) for phase, peak in live.peaks.items() if phase}
+            del loss
+        with AllocatorBytes(storage_bytes(_held_between_passes(module, optimizer, inputs, targets))) as live:
+            live.start_phase("optimizer_step")
             if spec.optim.clip_norm is not None:
                 clip_gradients(module.parameters(), spec.optim.clip_norm)
             optimizer.step()
-            peaks["optimizer_step"] = live.peak
-            optimizer.zero_grad(set_to_none=True)
-    return peaks
+        peaks["optimizer_step"] = live.peaks["optimizer_step"]
+        optimizer.zero_grad(set_to_none=True)
+        steps.append(peaks)
+    return {phase: min(step[phase] for step in steps[1:]) for phase in peaks}
+
+
+def _held_between_passes(
+    module: Transformer, optimizer: torch.optim.Optimizer, *batch: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Shards, their gradients, optimizer states, the batch and what the module keeps for itself."""
+    for parameter in module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    for state in optimizer.state.values():
+        yield from state.values()
+    yield from batch
+    if module._rope is not None:
+        yield module._rope
 
 
 def resume_peak(spec: TrainSpec, folder: Path) -> int:

@@ -26,6 +26,7 @@ def row(predicted: int | None, measured: int | None, **changes: Any) -> Row:
         "verdict": "unknown" if predicted is None else "fits",
         "usable_bytes": 1000,
         "predicted_bytes": predicted,
+        "tensors_bytes": predicted,
         "measured_bytes": measured,
         "out_of_memory": False,
     }
@@ -48,7 +49,8 @@ def ended(
     if not run_dir.exists():
         recorded.planned(run_dir, *overrides)
         recorded.submission(run_dir)
-    estimate = {"method": "formula", "peak_device_bytes": predicted}
+    terms = {"activations": GIB // 2, "context": GIB // 8, "nccl": 0, "workspace": GIB // 8}
+    estimate = {"method": "formula", "peak_device_bytes": predicted, "terms": terms if predicted else {}}
     content = {"verdict": verdict, "device": {"usable_bytes": 4 * GIB}, "estimate": estimate}
     (run_dir / plan).write_text(json.dumps(content), encoding="utf-8")
     if measured is not None:
@@ -62,7 +64,19 @@ def test_a_finished_run_is_a_row_with_what_was_predicted_judged_and_measured(tmp
     (found,) = accuracy.read(tmp_path)
     assert (found.method, found.device_kind, found.policy, found.verdict) == ("formula", "cpu", "full", "fits")
     assert (found.predicted_bytes, found.measured_bytes, found.usable_bytes) == (3 * GIB, 2 * GIB, 4 * GIB)
+    assert found.tensors_bytes == 3 * GIB - GIB // 4
     assert found.error == pytest.approx(0.5)
+
+
+def test_a_plan_without_the_terms_of_its_peak_has_an_error_and_no_share_in_a_margin(tmp_path: Path) -> None:
+    plan = ended(tmp_path, "older", predicted=3 * GIB, measured=2 * GIB) / "plan.json"
+    content = json.loads(plan.read_text(encoding="utf-8"))
+    del content["estimate"]["terms"]
+    plan.write_text(json.dumps(content), encoding="utf-8")
+    (found,) = accuracy.read(tmp_path)
+    assert found.error == pytest.approx(0.5)
+    assert found.tensors_bytes is None
+    assert accuracy.misses([found], "formula", "cpu").rows == ()
 
 
 def test_each_attempt_is_a_row_with_the_plan_it_was_started_with(tmp_path: Path) -> None:
@@ -143,7 +157,14 @@ def test_errors_are_ranked_by_absolute_value_and_keep_their_sign() -> None:
     assert group.runs == 20
     assert group.p95_error == pytest.approx(-0.20)
     assert group.worst_error == pytest.approx(-0.30)
-    assert group.median_error == pytest.approx(0.085)
+    assert group.median_absolute_error == pytest.approx(0.105)
+    assert group.bias == pytest.approx(0.085)
+
+
+def test_errors_to_both_sides_do_not_hide_each_other_in_the_median() -> None:
+    (group,) = accuracy.groups([row(110, 100), row(90, 100)])
+    assert group.median_absolute_error == pytest.approx(0.1)
+    assert group.bias == pytest.approx(0.0)
 
 
 def test_rows_are_grouped_by_method_device_kind_and_policy() -> None:
@@ -161,13 +182,14 @@ def test_a_run_that_nobody_predicted_is_counted_by_itself_and_never_as_a_success
     (group,) = accuracy.groups([row(None, 100), row(100, 100)])
     assert (group.runs, group.no_prediction) == (1, 1)
     (alone,) = accuracy.groups([row(None, 100)])
-    assert (alone.runs, alone.no_prediction, alone.median_error, alone.worst_error) == (0, 1, None, None)
-    assert accuracy.misses([row(None, 100)], "formula", "cpu").rows == 0
+    assert (alone.runs, alone.no_prediction, alone.worst_error) == (0, 1, None)
+    assert (alone.median_absolute_error, alone.bias) == (None, None)
+    assert accuracy.misses([row(None, 100)], "formula", "cpu").rows == ()
 
 
-def test_the_largest_miss_is_one_sided_and_of_its_own_method_and_kind_over_all_policies() -> None:
+def test_misses_are_shares_of_the_tensors_of_one_method_and_kind_over_all_policies() -> None:
     rows = [
-        row(100, 104),
+        row(100, 104, tensors_bytes=50),
         row(100, 108, policy="full"),
         row(200, 100),
         row(100, 190, device_kind="cuda"),
@@ -176,9 +198,9 @@ def test_the_largest_miss_is_one_sided_and_of_its_own_method_and_kind_over_all_p
         row(100, None, out_of_memory=True, verdict="does_not_fit"),
     ]
     found = accuracy.misses(rows, "formula", "cpu")
-    assert (found.rows, found.out_of_memory) == (3, 1)
-    assert found.largest_share == pytest.approx(0.08)
-    assert accuracy.misses([row(200, 100)], "formula", "cpu").largest_share == 0.0
+    assert [each.tensors_bytes for each in found.rows] == [50, 100, 200]
+    assert [each.share for each in found.rows] == pytest.approx([0.08, 0.08, -0.5])
+    assert found.out_of_memory == 1
 
 
 @pytest.mark.slow

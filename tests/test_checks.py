@@ -60,7 +60,7 @@ CASES = [
     (
         ("ckpt=full", "ckpt.last=2"),
         "ckpt.last=2: it chooses blocks for ckpt=selective and ckpt=ops, and this run has ckpt=full. "
-        "Set ckpt=selective, or leave it out (null)",
+        "Set ckpt=selective or ckpt=ops, or leave it out (null)",
     ),
     (
         ("ckpt=selective", "ckpt.save=[attention,o]"),
@@ -88,7 +88,7 @@ CASES = [
     ),
     (
         ("ckpt=ops", "ckpt.save=[q,mlp_upp]"),
-        "ckpt.save.1=mlp_upp: it is not one of the choices. Did you mean mlp_up? "
+        "ckpt.save=[q,mlp_upp]: mlp_upp is not one of the choices. Did you mean mlp_up? "
         "Choices: attention, every_second_matmul, k, mlp_down, mlp_gate, mlp_up, o, q, qkv, v",
     ),
     (
@@ -98,7 +98,7 @@ CASES = [
     ),
     (
         ("train.dropout=1.0",),
-        "train.dropout=1.0: it must be less than 1.",
+        "train.dropout=1.0: it must be less than 1. Set it to a share from 0 to below 1",
     ),
     (
         ("ckpt=selective", "ckpt.layers=[0,4,9]"),

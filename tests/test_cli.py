@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
 
-from orchestrator import output
+from orchestrator import config, output
 from orchestrator.cli import main, split_verb
 from orchestrator.errors import ConfigError
 from orchestrator.preflight import judge
@@ -99,19 +100,22 @@ def test_a_run_against_its_verdict_says_so_before_it_goes_on(
 def test_check_reads_the_margin_from_the_runs_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "model=tiny", "device=cpu", "output=json", f"launch.runs_dir={tmp_path}"]
     plan = output.as_json(*judge(run_spec(*words[1:])))
+    peak, terms = plan["estimate"]["peak_device_bytes"], plan["estimate"]["terms"]
+    tensors = peak - terms["context"] - terms["workspace"]
     for number in range(20):
         if number == 19:
             assert main(words) == 0
-            assert "19 of the 20 measured runs" in json.loads(capsys.readouterr().out)["estimate"]["margin_source"]
+            assert "are measured, 19 so far" in json.loads(capsys.readouterr().out)["estimate"]["margin_source"]
         run_dir = tmp_path / f"run-{number}"
         recorded.planned(run_dir)
-        share = 1.07 if number == 3 else 0.99
-        recorded.train_report(run_dir, measured_peak_bytes=int(plan["estimate"]["peak_device_bytes"] * share))
+        share = 0.07 if number == 3 else -0.01
+        recorded.train_report(run_dir, measured_peak_bytes=peak + int(tensors * share))
         (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)["estimate"]
-    assert found["margin_source"] == "largest under-prediction of 20 measured runs, 7.0%"
-    assert found["margin_bytes"] == pytest.approx(0.07 * found["peak_device_bytes"], rel=1e-3)
+    seen = "largest under-prediction of 20 measured runs of at least a quarter of its size, 7.0% of the tensors"
+    assert found["margin_source"] == seen
+    assert found["margin_bytes"] == pytest.approx(0.07 * tensors, rel=1e-3)
 
 
 def test_explain_prints_the_ledger_behind_the_text_of_a_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +126,54 @@ def test_explain_prints_the_ledger_behind_the_text_of_a_check(capsys: pytest.Cap
         explained = capsys.readouterr().out
         assert explained.startswith(text)
         assert "mlp_up" in explained[len(text) :]
+
+
+def test_json_with_explain_holds_the_ledger_as_one_string(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "device=a100_40gb", "output=json"]
+    assert main([*words, "model=tiny"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*words, "model=tiny", "--explain"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert "mlp_up" in explained.pop("explain")
+    assert explained == plain
+    assert main([*words, "-m", "model=tiny,small", "--explain"]) == 0
+    assert all("mlp_up" in job["explain"] for job in json.loads(capsys.readouterr().out))
+    assert main([*words, "model=tiny", "train.compile=true", "--explain"]) == 4
+    assert json.loads(capsys.readouterr().out)["explain"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "--explian"], "--explian: there is no such flag. Did you mean --explain? Flags: --explain, "),
+        (["check", "--explain=true"], "--explain=true: the flag takes no value. Write --explain"),
+        (["check", "--multirum", "model=tiny,small"], "Did you mean --multirun?"),
+        (["check", "-m=true"], "-m=true: the flag takes no value. Write -m"),
+        (["check", "-x"], "-x: there is no such flag. Flags: "),
+        (["check", "--wait=3"], "--wait=3: there is no such flag."),
+        (["check", "--cfg"], "--cfg: the flag takes a value, as in --cfg job"),
+        (["model=tiny", "--explain"], "--explain: run starts the run and explains nothing. Write check --explain"),
+    ],
+)
+def test_a_flag_that_is_none_or_stands_wrong_is_named_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_all_wrong_flags_are_named_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--explian", "--multirum"]) == 2
+    assert capsys.readouterr().err.startswith("2 errors in the config:\n")
+
+
+def test_every_flag_of_hydras_is_known_and_no_other() -> None:
+    flags = [(word, action.nargs) for action in get_args_parser()._actions for word in action.option_strings]
+    assert {word for word, nargs in flags if nargs == 0} == set(config.PLAIN_FLAGS)
+    assert {word for word, nargs in flags if nargs != 0} == {*config.VALUE_FLAGS, *config.DIR_FLAGS}
 
 
 def test_an_unknown_peak_has_no_ledger_to_explain(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,8 +99,6 @@ def policies(draw: st.DrawFn, layers: int, gated: bool) -> CkptSpec:
 @settings(max_examples=150, deadline=None)
 @given(specs(), st.sampled_from(["micro_batch", "seq_len", "num_layers"]))
 def test_the_peak_never_falls_with_more_work(spec: TrainSpec, key: str) -> None:
-    if key == "num_layers" and spec.ckpt.policy in ("selective", "ops"):
-        spec = spec.model_copy(update={"ckpt": NO_POLICY})  # which blocks recompute depends on the number of them
     section = "model" if key == "num_layers" else "train"
     more = changed(spec, section, **{key: getattr(getattr(spec, section), key) + 1})
     assert peak(more) >= peak(spec)
@@ -109,12 +107,11 @@ def test_the_peak_never_falls_with_more_work(spec: TrainSpec, key: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(specs())
 def test_full_holds_no_more_than_selective_and_selective_no_more_than_none(spec: TrainSpec) -> None:
-    if spec.ckpt.policy == "ops":
-        spec = changed(spec, "ckpt", policy="selective", save=None)
     none, full = (spec.model_copy(update={"ckpt": ckpt}) for ckpt in (NO_POLICY, FULL))
     again = 5056 * spec.model.num_layers  # the state of the random numbers of each region
     assert held(full) <= held(spec) + again
-    assert held(spec) <= held(none) + again
+    if spec.ckpt.policy != "ops":  # which may keep what backward has no use for, as mlp_down
+        assert held(spec) <= held(none) + again
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,9 +9,10 @@ import torch
 
 from orchestrator.memory.formula import estimate, recompute_flops_fraction
 from orchestrator.memory.graph import Op, footprint
+from orchestrator.memory.sizes import Sizes
 from orchestrator.memory.step import moments
 from orchestrator.project import CONF_DIR
-from tests.live_bytes import LiveBytes, resume_peak, step_peaks
+from tests.live_bytes import AllocatorBytes, resume_peak, step_peaks, storage_bytes
 from tests.small_run import on_ranks, one_rank, small_spec, surroundings
 from tests.specs import train_spec
 from train.loop import _Attempt
@@ -31,10 +32,20 @@ SWIGLU = (
     "train.seq_len=128",
     "device=cpu",
 )
+# Few tokens and many parameters: what FSDP gathers and reduces is more than the activations.
+WIDE = (
+    *("model=tiny", "model.num_layers=10", "model.d_model=256", "model.num_heads=8", "model.num_kv_heads=8"),
+    *("model.head_dim=32", "model.d_mlp=1024", "train.micro_batch=1", "train.seq_len=16", "device=cpu"),
+)
+WIDE_UNTIED = (
+    *(*SWIGLU, "model.qk_norm=false", "model.tie_embeddings=false", "model.num_layers=10", "model.d_model=256"),
+    *("model.d_mlp=1024", "train.micro_batch=1", "train.seq_len=16"),
+)
 UNTIED = (*SWIGLU, "model.qk_norm=false", "model.tie_embeddings=false", "model.vocab_size=4096")
 BF16, PURE = "train.precision=bf16_mixed", "train.precision=bf16"
-# Of the peak of the whole step; a phase that is not the peak may be off by one tensor more.
-PEAK_TOLERANCE, PHASE_TOLERANCE = 0.003, 0.03
+PEAK_TOLERANCE, PHASE_TOLERANCE = 0.002, 0.01
+# What oneDNN's products in bf16 take for a moment: no tensor, but part of a cpu's workspace_bytes.
+BF16_SCRATCH_BYTES = 256 * 1024
 
 CASES = {
     "gelu": GELU,
@@ -87,15 +98,34 @@ CASES = {
         *(*GELU, "train.loss=chunked", "model.vocab_size=20000"),
         "parallel.reshard_after_forward=always",
     ),
+    "wide": WIDE,
+    "wide, accumulated": (*WIDE, "train.grad_accum=2", "ckpt=full"),
+    "wide, tied, large vocabulary": (*WIDE, "model.vocab_size=100000"),
+    "wide, tied, large vocabulary, chunked": (*WIDE, "model.vocab_size=100000", "train.loss=chunked"),
+    "wide, untied": (*WIDE_UNTIED, "model.vocab_size=20000"),
+    "wide, untied bf16, forloop": (*WIDE_UNTIED, BF16, "model.vocab_size=100000", "optim.impl=forloop"),
+    "wide, forloop": (*WIDE, "model.vocab_size=20000", "optim.impl=forloop"),
+    "wide in bf16": (*WIDE_UNTIED, PURE, "model.vocab_size=20000", "ckpt=full"),
+    "math, one sequence": (*GELU, "model.attention=math", "train.micro_batch=1"),
+    "math, one sequence, swiglu bf16": (
+        *(*SWIGLU, BF16, "model.attention=math", "train.micro_batch=1", "train.seq_len=256"),
+        "ckpt=ops",
+    ),
+    "math, one head": (*GELU, "model.attention=math", "model.num_heads=1", "model.num_kv_heads=1"),
+    "one block": (*GELU, "model.num_layers=1", "ckpt=full"),
+    "two blocks": (*GELU, "model.num_layers=2", "ckpt=ops", "ckpt.first=1"),
     "chunked accumulated": (*UNTIED, "train.loss=chunked", "train.grad_accum=2", "ckpt=ops"),
 }
 
 
-def check_peaks(spec: TrainSpec, real: dict[str, int], name: str) -> None:
-    """The predicted phases are the real ones, and so is the peak."""
+def check_peaks(spec: TrainSpec, real: dict[str, int], name: str, late_bytes: int = 0) -> None:
+    """The predicted phases are the real ones, and so is the peak; `late_bytes` may be freed late, never early."""
     predicted = {phase: value or 0 for phase, value in estimate(spec).phases.items() if phase in real}
-    assert predicted == pytest.approx(real, rel=PHASE_TOLERANCE), name
-    assert max(predicted.values()) == pytest.approx(max(real.values()), rel=PEAK_TOLERANCE), name
+    scratch = 0 if spec.train.precision == "fp32" else BF16_SCRATCH_BYTES
+    pairs = [(value, real[phase], PHASE_TOLERANCE) for phase, value in predicted.items()]
+    for value, measured, tolerance in (*pairs, (max(predicted.values()), max(real.values()), PEAK_TOLERANCE)):
+        assert value <= measured * (1 + tolerance), (name, predicted, real)
+        assert value >= measured * (1 - tolerance) - scratch - late_bytes, (name, predicted, real)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,6 +167,14 @@ SHARDED = {
     "never resharded, accumulated": (*GELU, "parallel.reshard_after_forward=never", "train.grad_accum=2"),
     "chunked": (*UNTIED, BF16, "train.loss=chunked"),
     "chunked, always resharded": (*GELU, "train.loss=chunked", "parallel.reshard_after_forward=always"),
+    "wide": (*WIDE, "model.vocab_size=20000"),
+    "wide full": (*WIDE, "ckpt=full", "train.grad_accum=2"),
+    "wide, untied": (*WIDE_UNTIED, "model.vocab_size=20000"),
+    "wide, untied bf16 accumulated": (*WIDE_UNTIED, BF16, "model.vocab_size=20000", "train.grad_accum=2"),
+    "wide swiglu": (*WIDE_UNTIED, BF16, "ckpt=full"),
+    "wide, never resharded": (*WIDE, "parallel.reshard_after_forward=never"),
+    "wide, always resharded": (*WIDE_UNTIED, BF16, "parallel.reshard_after_forward=always"),
+    "wide, not sharded, accumulated": (*WIDE, "parallel.shard=none", "train.grad_accum=2", "ckpt=full"),
     "not sharded": (*GELU, "parallel.shard=none"),
     "not sharded in bf16": (*SWIGLU, BF16, "parallel.shard=none", "ckpt=full"),
 }
@@ -148,6 +186,8 @@ SHARDED_TWICE = {
         *(*UNTIED, "parallel.shard=hsdp", "train.loss=chunked"),
         "parallel.reshard_after_forward=never",
     ),
+    "wide hsdp": (*WIDE_UNTIED, BF16, "parallel.shard=hsdp"),
+    "wide hsdp, accumulated": (*WIDE, "parallel.shard=hsdp", "train.grad_accum=2", "ckpt=full"),
     "fsdp over nodes": (*GELU, "ckpt=ops"),
 }
 
@@ -167,9 +207,8 @@ def test_predicted_peaks_hold_for_sharded_ranks(
     assert on_ranks(nodes * devices, tmp_path, _measure_rank, specs, str(out)) == [0] * nodes * devices
     found = zip(cases, specs, json.loads(out.read_text(encoding="utf-8")), strict=True)
     for name, spec, real in found:
-        # gloo frees its buffers in a thread of its own, so the optimizer may begin before they are gone.
-        real.pop("optimizer_step")
-        check_peaks(spec, real, name)
+        block = Sizes(spec).states.block
+        check_peaks(spec, real, name, late_bytes=2 * max(block.gathered_bytes, block.reduce_bytes))
 
 
 def test_the_predicted_peak_is_that_of_the_loops_own_step(tmp_path: Path) -> None:
@@ -177,17 +216,13 @@ def test_the_predicted_peak_is_that_of_the_loops_own_step(tmp_path: Path) -> Non
     with one_rank():
         attempt = _Attempt(spec, surroundings(spec, tmp_path / "run"))
         attempt._step()
-        live = LiveBytes()
-        for parameter in attempt.module.parameters():
-            live.add(parameter)
-        for state in attempt.optimizer.state.values():
-            for tensor in state.values():
-                live.add(tensor)
-        with live:
-            live.start_phase()
+        states = [tensor for state in attempt.optimizer.state.values() for tensor in state.values()]
+        with AllocatorBytes(storage_bytes([*attempt.module.parameters(), *states])) as events:
+            events.start_phase("step")
             attempt._step()
         attempt.sequences.close()
-    assert max(m.total_bytes for m in moments(spec) if m.phase != "resume") == pytest.approx(live.peak, rel=0.01)
+    predicted = max(m.total_bytes for m in moments(spec) if m.phase != "resume")
+    assert predicted == pytest.approx(events.peaks["step"], rel=PEAK_TOLERANCE)
 
 
 def test_the_peak_falls_with_every_block_that_recomputes_where_activations_rule() -> None:

@@ -3,19 +3,22 @@
 import pytest
 
 from orchestrator.memory.formula import estimate
-from orchestrator.oomguard import LEAST_ROWS, Misses, judge
+from orchestrator.oomguard import LEAST_ROWS, Miss, Misses, judge, tensors_bytes
 from tests.specs import train_spec
 
 GIB = 1024**3
 SPEC = train_spec("model=behemoth", "device=a100_40gb")
 PREDICTED = estimate(SPEC)
 PEAK = PREDICTED.peak_device_bytes or 0
+TENSORS = tensors_bytes(PEAK, PREDICTED.terms)
 MARGIN = judge(SPEC, PREDICTED, PEAK).margin_bytes or 0
 CPU_SPEC = train_spec("model=behemoth", "device=cpu", "device.context_bytes=0", "device.workspace_bytes=0")
 
 
-def misses(rows: int, largest_share: float = 0.0, out_of_memory: int = 0) -> Misses:
-    return Misses(rows=rows, largest_share=largest_share, out_of_memory=out_of_memory)
+def misses(rows: int, share: float = 0.0, out_of_memory: int = 0, tensors: int = TENSORS) -> Misses:
+    """So many runs of one size; one was under-predicted by `share`, the others were over-predicted."""
+    found = tuple(Miss(tensors_bytes=tensors, share=share if number == 0 else -0.1) for number in range(rows))
+    return Misses(rows=found, out_of_memory=out_of_memory)
 
 
 @pytest.mark.parametrize(
@@ -85,26 +88,58 @@ def test_the_margin_is_read_from_twenty_measured_runs_and_documented_before() ->
     before, after = (judge(SPEC, PREDICTED, PEAK, misses(rows, 0.05)) for rows in (LEAST_ROWS - 1, LEAST_ROWS))
     assert before.margin_bytes == MARGIN
     assert "documented bound" in (before.margin_source or "")
-    assert "19 of the 20 measured runs" in (before.margin_source or "")
-    assert after.margin_bytes == int(PEAK * 0.05)
-    assert "largest under-prediction of 20 measured runs, 5.0%" in (after.margin_source or "")
+    assert "until 20 runs of at least a quarter of its size are measured, 19 so far" in (before.margin_source or "")
+    assert after.margin_bytes == int(TENSORS * 0.05)
+    assert after.margin_source == (
+        "largest under-prediction of 20 measured runs of at least a quarter of its size, 5.0% of the tensors"
+    )
+
+
+def test_the_constants_of_a_device_are_no_tensors() -> None:
+    terms = {"activations": 600, "allocator_idle": 20, "context": 300, "nccl": 70, "workspace": 10}
+    assert tensors_bytes(1000, terms) == 620
+    reserved, workspace = PREDICTED.peak_reserved_bytes or 0, SPEC.device.workspace_bytes or 0
+    assert tensors_bytes(PEAK, PREDICTED.terms) == reserved - workspace
+
+
+def test_a_run_of_less_than_a_quarter_of_the_tensors_says_nothing_of_the_margin() -> None:
+    quarter = -(-TENSORS // 4)
+    small, enough = (judge(SPEC, PREDICTED, PEAK, misses(20, 0.01, tensors=size)) for size in (quarter - 1, quarter))
+    assert small.margin_bytes == MARGIN
+    assert "0 so far" in (small.margin_source or "")
+    assert enough.margin_bytes == int(TENSORS * 0.02)
+
+
+def test_only_runs_of_its_size_count_for_the_largest_under_prediction() -> None:
+    mixed = Misses(rows=misses(20, 0.03).rows + misses(5, 0.5, tensors=TENSORS // 5).rows, out_of_memory=0)
+    assert judge(SPEC, PREDICTED, PEAK, mixed).margin_bytes == int(TENSORS * 0.03)
+    assert mixed.measured_up_to_bytes == 4 * TENSORS
+    assert misses(19).measured_up_to_bytes is None
+
+
+def test_twenty_tiny_runs_leave_a_large_one_tight() -> None:
+    large, tiny = (train_spec("device=a100_40gb", *run) for run in (("model=behemoth", "train.micro_batch=15"), ()))
+    predicted = estimate(tiny)
+    tensors = tensors_bytes(predicted.peak_device_bytes or 0, predicted.terms)
+    for known in (None, misses(20, 0.01, tensors=tensors)):
+        assert judge(large, estimate(large), large.device.usable_bytes, known).verdict == "tight"
 
 
 def test_runs_that_were_never_under_predicted_leave_the_noise_of_one_code_path_as_margin() -> None:
     verdict = judge(SPEC, PREDICTED, PEAK, misses(40, 0.001))
-    assert verdict.margin_bytes == int(PEAK * 0.02)
+    assert verdict.margin_bytes == int(TENSORS * 0.02)
     assert "at least 2%" in (verdict.margin_source or "")
 
 
 def test_a_margin_of_measured_runs_may_be_wider_than_the_documented_bound() -> None:
-    assert judge(SPEC, PREDICTED, PEAK, misses(20, 0.9)).margin_bytes == int(PEAK * 0.9) > MARGIN
+    assert judge(SPEC, PREDICTED, PEAK, misses(20, 0.9)).margin_bytes == int(TENSORS * 0.9) > MARGIN
 
 
 def test_accepted_runs_that_ended_out_of_memory_keep_the_margin_from_falling_below_the_documented_bound() -> None:
     verdict = judge(SPEC, PREDICTED, PEAK, misses(40, 0.03, out_of_memory=1))
     assert verdict.margin_bytes == MARGIN
     assert "1 accepted run(s) ended out of memory" in (verdict.margin_source or "")
-    assert judge(SPEC, PREDICTED, PEAK, misses(40, 0.9, out_of_memory=1)).margin_bytes == int(PEAK * 0.9)
+    assert judge(SPEC, PREDICTED, PEAK, misses(40, 0.9, out_of_memory=1)).margin_bytes == int(TENSORS * 0.9)
 
 
 def test_a_tight_run_is_told_which_margin_made_it_so() -> None:

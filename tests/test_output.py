@@ -80,7 +80,20 @@ def test_an_unknown_plan_says_how_to_run_all_the_same() -> None:
 
 def test_where_nothing_fits_the_text_says_so() -> None:
     text = as_text(*judge(run_spec("model=llama3_405b", "device=rtx_3090", "train.precision=bf16_mixed")))
-    assert "nothing was found that fits" in text
+    tried = "recomputing all blocks, micro-batches of 1 and more devices"
+    assert f"nothing was found that fits: tried {tried}, within the budget. Set a smaller model" in text
+
+
+def test_where_nothing_fits_the_loss_in_chunks_is_named_if_it_was_tried() -> None:
+    long = ("model=llama3_8b", "device=rtx_3090", "train.precision=bf16_mixed", "train.micro_batch=1")
+    text = as_text(*judge(run_spec(*long, "train.seq_len=32768", "parallel=node_8")))
+    assert "nothing was found that fits: tried recomputing all blocks and the loss in chunks, within the budget" in text
+
+
+def test_where_there_is_nothing_to_try_the_text_says_only_that_nothing_fits() -> None:
+    last = ("ckpt=full", "train.micro_batch=1", "train.loss=chunked", "train.precision=bf16_mixed")
+    text = as_text(*judge(run_spec("model=llama3_405b", "device=cpu", "device.usable_bytes=1000", *last)))
+    assert "nothing was found that fits within the budget. Set a smaller model or train.seq_len." in text
 
 
 def test_a_tight_run_is_warned_and_offered_room() -> None:

@@ -21,6 +21,9 @@ LONG = (
     "train.seq_len=32768",
     "train.micro_batch=1",
 )
+LLAMA3 = ("model=llama3_8b", "device=a100_80gb", "train.precision=bf16_mixed", "parallel=node_8")
+LLAMA3_LONG = (*LLAMA3, "train.micro_batch=1", "train.seq_len=32768")
+LLAMA3_H100 = (*LLAMA3, "device=h100_80gb")
 HOPELESS = ("model=llama3_405b", "device=rtx_3090", "train.precision=bf16_mixed")
 
 
@@ -76,7 +79,7 @@ def _tier(alternative: Alternative) -> int:
     return 2 if "precision" in words else 1 if "devices" in words else 0
 
 
-@pytest.mark.parametrize("run", [TOO_LARGE, TIGHT, LONG])
+@pytest.mark.parametrize("run", [TOO_LARGE, TIGHT, LONG, LLAMA3_H100])
 def test_no_alternative_is_dominated_by_one_that_costs_nothing_else(run: tuple[str, ...]) -> None:
     found = plan_of(*run).alternatives
     assert len(found) > 1
@@ -113,6 +116,49 @@ def test_a_loss_in_chunks_is_offered_where_the_logits_are_the_largest_term() -> 
     assert not any("train.loss=chunked" in alternative.overrides for alternative in plan_of(*TOO_LARGE).alternatives)
 
 
+def test_a_loss_in_chunks_is_offered_where_the_logits_are_the_largest_term_once_blocks_recompute() -> None:
+    for run in (LLAMA3_LONG, LLAMA3_H100):
+        plan = plan_of(*run)
+        assert plan.verdict.verdict == "does_not_fit"
+        found = plan.alternatives
+        assert ("ckpt=full", "train.loss=chunked") in [alternative.overrides for alternative in found]
+        assert any("ckpt.save=attention" in alternative.overrides for alternative in found)
+        assert all(judge_again(*run, *alternative.overrides) == "fits" for alternative in found)
+
+
+def test_recomputation_goes_with_a_smaller_micro_batch_only_where_it_does_not_fit_by_itself() -> None:
+    for run in (LLAMA3_H100, (*LLAMA3_H100, "train.loss=chunked")):
+        found = [each.overrides for each in plan_of(*run).alternatives]
+        both = [words for words in found if "ckpt" in words[0] and any("micro_batch" in word for word in words)]
+        for words in both:
+            without = [word for word in words if not word.startswith(("train.micro_batch", "train.grad_accum"))]
+            assert judge_again(*run, *without) != "fits"
+        assert bool(both) is ("train.loss=chunked" not in run)
+
+
+def test_a_loss_in_chunks_that_hardly_saves_memory_does_not_take_the_place_of_the_shorter_words() -> None:
+    run = ("model=gpt2_xl", "device=a100_40gb", "train.micro_batch=16", "train.seq_len=1024", "parallel=node_8")
+    shorter = ("train.micro_batch=2", "train.grad_accum=8")
+    in_full, chunked = (estimate(train_spec(*run, *shorter, *more)) for more in ((), ("train.loss=chunked",)))
+    peak, less = in_full.peak_device_bytes or 0, chunked.peak_device_bytes or 0
+    assert 0.95 * peak < less < peak
+    found = [alternative.overrides for alternative in plan_of(*run).alternatives]
+    assert shorter in found
+    assert ("train.loss=chunked", *shorter) not in found
+    assert ("ckpt=full", "train.loss=chunked") in found
+
+
+def test_what_was_tried_is_named_where_nothing_fits() -> None:
+    assert plan_of("model=tiny", "device=a100_40gb").tried == ()
+    assert plan_of(*HOPELESS).tried == ("recomputing all blocks", "micro-batches of 1", "more devices")
+    fewer = ("parallel.devices_per_node=4", "train.grad_accum=2")
+    small = plan_of(*LLAMA3_LONG, "device.usable_bytes=2000000000", *fewer)
+    assert small.alternatives == ()
+    assert small.tried == ("recomputing all blocks", "the loss in chunks", "more devices")
+    cpu = plan_of("model=behemoth", "device=cpu", "device.usable_bytes=2000000000", "device.context_bytes=0")
+    assert cpu.tried == ("recomputing all blocks", "micro-batches of 1", "train.precision=bf16_mixed")
+
+
 @pytest.mark.parametrize(
     ("device", "precision", "offered"),
     [
@@ -139,7 +185,7 @@ def test_changes_are_put_together_only_where_none_does_it_alone() -> None:
     assert any({"ckpt=full", "train.micro_batch=1"} <= set(alternative.overrides) for alternative in little)
 
 
-@pytest.mark.parametrize("run", [TOO_LARGE, TIGHT, LONG, HOPELESS])
+@pytest.mark.parametrize("run", [TOO_LARGE, TIGHT, LONG, HOPELESS, LLAMA3_LONG, LLAMA3_H100])
 def test_a_refusal_takes_few_estimates(run: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
 

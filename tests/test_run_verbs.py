@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from orchestrator import cli
+from orchestrator.units import MIB
 from tests import recorded
 
 
@@ -133,31 +134,54 @@ def test_accuracy_lists_errors_and_false_verdicts_by_method_device_and_policy(
         plan = {
             "verdict": verdict,
             "device": {"usable_bytes": 500},
-            "estimate": {"method": "formula", "peak_device_bytes": 100},
+            "estimate": {"method": "formula", "peak_device_bytes": 100, "terms": {"activations": 50, "context": 50}},
         }
         (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         recorded.train_report(run_dir, measured_peak_bytes=measured)
     code, out, _ = verb(capsys, tmp_path, "accuracy")
     assert code == 0
     header, line, margin = out.splitlines()
-    assert header.split()[:7] == ["method", "device", "ckpt", "runs", "median", "p95", "worst"]
-    assert line.split() == ["formula", "cpu", "none", "4", "-10.0%", "-83.3%", "-83.3%", "1", "1", "0"]
-    assert margin == ("margin of formula on cpu: the documented bound (4 of 20 runs); largest under-prediction 500.0%")
+    assert header.split()[:9] == ["method", "device", "ckpt", "runs", "median", "abs", "p95", "worst", "bias"]
+    assert line.split() == ["formula", "cpu", "none", "4", "15.6%", "-83.3%", "-83.3%", "-10.0%", "1", "1", "0"]
+    assert margin == (
+        "margin of formula on cpu: the documented bound (4 of 20 runs); largest under-prediction 1000.0% of the tensors"
+    )
     _, out, _ = verb(capsys, tmp_path, "accuracy", "--json")
     found = json.loads(out)
     (group,) = found["groups"]
     assert (group["runs"], group["false_accepts"], group["false_refusals"], group["no_prediction"]) == (4, 1, 1, 0)
     assert group["worst_error"] == pytest.approx(100 / 600 - 1)
+    assert group["median_absolute_error"] == pytest.approx((0.2 + 1 / 9) / 2)
+    assert group["bias"] == pytest.approx(-0.1)
     assert found["margins"] == [
         {
             "method": "formula",
             "device_kind": "cpu",
             "runs": 4,
-            "largest_under_prediction": 5.0,
+            "largest_under_prediction": 10.0,
             "out_of_memory": 0,
-            "measured": False,
+            "measured_up_to_bytes": None,
         }
     ]
+
+
+def test_accuracy_says_up_to_which_size_the_margin_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(20):
+        run_dir = tmp_path / f"run-{number}"
+        recorded.planned(run_dir)
+        estimate = {"method": "formula", "peak_device_bytes": 100 * MIB, "terms": {"activations": 99 * MIB}}
+        plan = {"verdict": "fits", "device": {"usable_bytes": 500 * MIB}, "estimate": estimate}
+        (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        recorded.train_report(run_dir, measured_peak_bytes=101 * MIB)
+    _, out, _ = verb(capsys, tmp_path, "accuracy")
+    assert out.splitlines()[-1] == (
+        "margin of formula on cpu: from these 20 runs for up to 400 MiB of tensors, the documented bound above; "
+        "largest under-prediction 1.0% of the tensors"
+    )
+    (margin,) = json.loads(verb(capsys, tmp_path, "accuracy", "--json")[1])["margins"]
+    assert margin["measured_up_to_bytes"] == 400 * MIB
 
 
 def test_accuracy_of_no_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def _check_ckpt(model: ModelSpec, ckpt: CkptSpec) -> list[Problem]:
                 f"ckpt.{name}",
                 getattr(ckpt, name),
                 f"it chooses blocks for ckpt=selective and ckpt=ops, and this run has ckpt={ckpt.policy}",
-                "Set ckpt=selective, or leave it out (null)",
+                "Set ckpt=selective or ckpt=ops, or leave it out (null)",
             )
             for name in ("every", "layers", "first", "last")
             if getattr(ckpt, name) is not None

@@ -188,14 +188,15 @@ class _Line:
         here, heads = self.here, self.dims["attention"]
         model, seq_len = here.spec.model, here.spec.train.seq_len
         self.add("q_scaled", "mul", (q,), heads)
-        if model.num_kv_heads != model.num_heads:
+        repeated = model.num_kv_heads != model.num_heads
+        if repeated:
             self.add("k_repeated", "repeat_interleave", (k,), heads)
             self.add("v_repeated", "repeat_interleave", (v,), heads)
             k, v = "k_repeated", "v_repeated"
-        self.add("attention_q", "clone", ("q_scaled",), heads, backward_is_view=True)
-        self.add("attention_k", "clone", (k,), heads, backward_is_view=True)
+        # bmm takes batch and heads as one: a copy, but for one sequence, one head, or what was repeated into order.
+        in_order = here.spec.train.micro_batch == 1 or model.num_heads == 1
+        inputs = (self._one_batch("q_scaled", in_order), self._one_batch(k, in_order or repeated))
         half = self._attention_flops() // 2
-        inputs = ("attention_q", "attention_k")
         self.add("attention_scores", "bmm", inputs, keeps=inputs, flops=half, holds=("q_scaled",))
         mask = self.saved("mask", (seq_len, seq_len), "bool")
         scratch = mask.size_bytes
@@ -208,11 +209,17 @@ class _Line:
             forward_scratch_bytes=scratch,
         )
         self.add("attention_probs", "softmax", ("masked_scores",), keeps=("attention_probs",))
-        self.add("attention_v", "clone", (v,), heads, backward_is_view=True)
-        inputs = ("attention_probs", "attention_v")
+        inputs = ("attention_probs", self._one_batch(v, in_order or repeated))
         holds = ("attention_scores", q, k, v)
         self.add("attention_heads", "bmm", inputs, heads, keeps=inputs, entry="attention", flops=half, holds=holds)
         self.add("attention", "clone", ("attention_heads",), backward_is_view=True)
+
+    def _one_batch(self, x: str, in_order: bool) -> str:
+        """The name of `x` with batch and heads as one dim, which is a copy unless its numbers are in order."""
+        if in_order:
+            return x
+        self.add(f"{x}_batch", "clone", (x,), self.dims["attention"], backward_is_view=True)
+        return f"{x}_batch"
 
     def dropout(self, x: str) -> str:
         """The name of `x` after dropout: on CUDA it keeps a mask of bools, elsewhere the mask as numbers."""

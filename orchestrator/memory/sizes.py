@@ -65,6 +65,22 @@ class Sizes:
         """Gathered parameters while this block works: its own, and those that were never let go."""
         return self.states.block.unsharded_bytes * (layer + 1 if self.never else 1)
 
+    def reduced(self, blocks: int) -> int:
+        """Sharded gradients when those of this many blocks have been reduced.
+
+        With replicas, FSDP holds each group's all-reduced output to the end of backward (_all_reduce_state); where it
+        was added to earlier gradients these are beside it.
+        """
+        outputs = blocks * self.states.block.gradient_bytes
+        if not self.accumulated:
+            return outputs
+        return self.accumulated + (outputs if self.spec.parallel.shard != "fsdp" else 0)
+
+    def while_gathering(self, group: Group) -> int:
+        """Input and output of an all-gather under way, and the copy that gloo works on."""
+        copy = group.gathered_bytes if self.sharded and not self.here.on_cuda else 0
+        return group.gather_input_bytes + group.gathered_bytes + copy
+
     def reduce_input(self, group: Group) -> int:
         """Input of a reduce-scatter; gloo works on a copy of it.
 
@@ -80,7 +96,7 @@ class Sizes:
         given as gradients.
         """
         block, last = self.states.block, self.layers - 1
-        grads = 0 if self.accumulated else block.gradient_bytes
+        grads = self.reduced(1) - self.reduced(0)
         slope = (block.unsharded_bytes if self.never else 0) - grads
         found = {0, 1, last - 1, last}
         for again in (True, False):

@@ -80,16 +80,26 @@ def _forward(sizes: Sizes, layers: Sequence[int]) -> Iterator[Moment]:
     rest: dict[str, Any] = {"phase": "forward", **sizes.base, "gradients": sizes.accumulated}
     yield Moment(
         name="gathering the root",
-        gathered_parameters=root.unsharded_bytes,
-        all_gather_buffers=root.gathered_bytes + block.gather_input_bytes + block.gathered_bytes,
-        activations=sizes.inputs_bytes + sizes.here.hidden_bytes,
+        gathered_parameters=0 if sizes.sharded else root.unsharded_bytes + root.cast_bytes,
+        all_gather_buffers=sizes.while_gathering(root),
+        activations=sizes.inputs_bytes,
         **rest,
     )
     for layer in layers:
+        gathered = root.unsharded_bytes + sizes.unsharded_blocks(layer)
+        if sizes.sharded or block.cast_bytes:
+            # The group before's buffer is let go when this one's has arrived.
+            yield Moment(
+                name=f"gathering block {layer}",
+                gathered_parameters=gathered + (-block.unsharded_bytes if sizes.sharded else block.cast_bytes),
+                all_gather_buffers=(block if layer else root).gathered_bytes + sizes.while_gathering(block),
+                activations=sizes.held_below(layer) + sizes.here.hidden_bytes,
+                **rest,
+            )
         peak = (sizes.again if sizes.recomputes(layer) else sizes.kept).forward_peak_bytes
         yield Moment(
             name=f"block {layer}",
-            gathered_parameters=root.unsharded_bytes + sizes.unsharded_blocks(layer),
+            gathered_parameters=gathered,
             all_gather_buffers=block.gathered_bytes,
             activations=sizes.held_below(layer) + peak,
             **rest,
@@ -160,11 +170,10 @@ def _gathering(sizes: Sizes, buffers: int) -> dict[str, Any]:
 
 def _head(sizes: Sizes, held: int, logits: int) -> Iterator[Moment]:
     root, block = sizes.states.root, sizes.states.block
-    buffers = block.gathered_bytes + block.gather_input_bytes
     yield Moment(
         phase="backward",
         name="head",
-        **_gathering(sizes, buffers),
+        **_gathering(sizes, sizes.while_gathering(block)),
         activations=held + sizes.here.hidden_bytes,
         gradient_buffers=sizes.head_grad,
         loss=logits,
@@ -211,35 +220,47 @@ def _backward(sizes: Sizes, layers: Sequence[int]) -> Iterator[Moment]:
     root, block, last = sizes.states.root, sizes.states.block, sizes.layers - 1
     root_grads = sizes.head_grad + sizes.norm.parameter_grad_bytes
     for layer in reversed(layers):
-        reduced = sizes.accumulated or (last - layer) * block.gradient_bytes
+        reduced = sizes.reduced(last - layer)
         # The input of the last reduce-scatter stays until the next one.
         before = block.reduce_bytes if layer < last else 0
         again = sizes.recomputes(layer)
         peak = (sizes.again if again else sizes.kept).backward_peak_bytes
         rest: dict[str, Any] = {"phase": "backward", **sizes.base}
-        rest["all_gather_buffers"] = 0 if sizes.never or layer == 0 else block.gathered_bytes
+        gathered = root.unsharded_bytes + sizes.unsharded_blocks(layer)
+        ahead = sizes.sharded and not sizes.never and layer > 0
+        if ahead or block.cast_bytes:
+            yield Moment(
+                name=f"gathering block {layer - 1} ahead" if ahead else f"gathering block {layer} again",
+                gradients=reduced,
+                gathered_parameters=gathered + block.cast_bytes,
+                gradient_buffers=root_grads + before,
+                all_gather_buffers=sizes.while_gathering(block),
+                activations=sizes.held_below(layer + 1) + sizes.here.hidden_bytes,
+                **rest,
+            )
+        rest["all_gather_buffers"] = block.gathered_bytes if ahead else 0
         yield Moment(
             name=f"block {layer}" + (", recomputed" if again else ""),
             gradients=reduced,
-            gathered_parameters=root.unsharded_bytes + sizes.unsharded_blocks(layer),
+            gathered_parameters=gathered,
             gradient_buffers=root_grads + before,
             activations=sizes.held_below(layer) + peak,
             **rest,
         )
         rest |= {
-            "gathered_parameters": root.unsharded_bytes + sizes.unsharded_blocks(layer) - block.unsharded_bytes,
+            "gathered_parameters": gathered - block.unsharded_bytes,
             "activations": sizes.held_below(layer) + sizes.here.hidden_bytes,
         }
         yield from _reduction(sizes, block, f"block {layer}", reduced, root_grads, rest)
-    yield from _root_backward(sizes, sizes.accumulated or sizes.layers * block.gradient_bytes)
+    yield from _root_backward(sizes, sizes.reduced(sizes.layers))
 
 
 def _root_backward(sizes: Sizes, reduced: int) -> Iterator[Moment]:
     """The embedding, whose gradient a tied head's is added to, and the root's reduce-scatter."""
     root, block = sizes.states.root, sizes.states.block
     tied = sizes.head_grad if sizes.spec.model.tie_embeddings else 0
-    # autograd adds in place what it made itself; what the chunked loss made is added into a third.
-    third = tied if sizes.chunked else 0
+    # The sum is a third matrix, but for the chunked loss, whose gradient autograd has for itself and adds to in place.
+    third = 0 if sizes.chunked else tied
     rest: dict[str, Any] = {"phase": "backward", **sizes.base}
     yield Moment(
         name="embedding",
@@ -265,6 +286,6 @@ def _reduction(
     yield Moment(
         name=f"reduce-scatter of {name}",
         gradients=reduced + group.gradient_bytes,
-        gradient_buffers=other_buffers + sizes.reduce_input(group),
+        gradient_buffers=other_buffers + sizes.reduce_input(group) + group.last_gradient_bytes,
         **rest,
     )
