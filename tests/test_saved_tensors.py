@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchestrator.memory.formula import recompute_flops_fraction
+from orchestrator.memory.formula import estimate
 from orchestrator.memory.saved import Section, ledger
 from orchestrator.memory.sizes import RNG_STATE_BYTES
 from tests.live_bytes import LiveBytes
@@ -140,5 +140,5 @@ def test_the_flops_of_recomputation_are_those_counted(family: str, dropout: floa
     with FlopCounterMode(display=False) as counted:
         loss.backward()
     step = shapes.step_flops(spec.model, spec.train.micro_batch, spec.train.seq_len)
-    forward_and_backward = step * (1 + recompute_flops_fraction(spec))
+    forward_and_backward = step * (1 + (estimate(spec).recompute_flops_fraction or 0.0))
     assert counted.get_total_flops() + step // 3 == pytest.approx(forward_and_backward, rel=1e-12)

@@ -29,7 +29,7 @@ _PARTS = (
     ("scratch", "s"),
 )
 _LEGEND = (
-    "p parameters  o optimizer states  g gradients  f gathered parameters  b gradient buffers",
+    "p parameters  o optimizer states  g gradients  f gathered parameters and buffers  b gradient buffers",
     "# activations  L loss  s intermediates of the optimizer",
 )
 _NOTHING: dict[str, Any] = dict.fromkeys(("every", "layers", "first", "last", "save"))

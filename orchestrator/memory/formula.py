@@ -10,13 +10,14 @@ from orchestrator.memory.allocator import reserved_bytes
 from orchestrator.memory.estimate import PHASES, MemoryEstimate, Phase, cannot_tell
 from orchestrator.memory.sizes import Sizes
 from orchestrator.memory.step import Moment, moments_of
-from train.spec import Problem, TrainSpec
+from train.spec import Problem, TrainSpec, as_typed
 
 GIB = 1024**3
-# Where nobody measured a card, the highest published figures: V100's context and NCCL's buffers.
+# Where nobody measured a card, the highest published figures: contexts of 0.2 to 1.3 GiB by device (the highest is a
+# V100's, Hugging Face's notes on performance), NCCL's buffers of 1 to 2 GiB (conf/device/*.yaml, sources).
 _HIGHEST_CONTEXT_BYTES = int(1.3 * GIB)
 _HIGHEST_NCCL_BYTES = 2 * GIB
-_SM90_WORKSPACE_BYTES = 33554432
+_SM90_WORKSPACE_BYTES = 33554432  # aten/src/ATen/cuda/CublasHandlePool.cpp
 _FLASH_MAX_HEAD_DIM = 256
 _FLASH_HEAD_DIM_STEP = 8
 _FLASH_CAPABILITY = 8.0
@@ -67,11 +68,6 @@ def estimate(spec: TrainSpec) -> MemoryEstimate:
     )
 
 
-def recompute_flops_fraction(spec: TrainSpec) -> float:
-    """FLOPs that recomputation adds, as a share of a step's without it; see Sizes."""
-    return Sizes(spec).recompute_flops_fraction
-
-
 def _first_step(every: Sequence[Moment]) -> tuple[Moment, ...]:
     """AdamW makes its states in the first optimizer step: before it they are not there."""
     return tuple(
@@ -103,17 +99,16 @@ def _overheads(spec: TrainSpec) -> tuple[int, int, int, tuple[str, ...]]:
 
 def _without_formula(spec: TrainSpec) -> tuple[Problem, ...]:
     found: list[Problem] = []
-
-    def no(key: str, value: object, why: str, fix: str) -> None:
-        shown = str(value).lower() if isinstance(value, bool) else str(value)
-        found.append(Problem(key=key, value=shown, why=why, fix=fix))
-
     if spec.train.compile:
-        no("train.compile", True, "what the compiler keeps for backward is not known beforehand", "Set it to false")
+        why = "what the compiler keeps for backward is not known beforehand"
+        found.append(_unknown("train.compile", True, why, "Set it to false"))
     if spec.parallel.cpu_offload:
-        no("parallel.cpu_offload", True, "there is no formula for it", "Set it to false")
-    found += _unknown_kernel(spec)
-    return tuple(found)
+        found.append(_unknown("parallel.cpu_offload", True, "there is no formula for it", "Set it to false"))
+    return (*found, *_unknown_kernel(spec))
+
+
+def _unknown(key: str, value: object, why: str, fix: str) -> Problem:
+    return Problem(key=key, value=as_typed(value), why=why, fix=fix)
 
 
 def _unknown_kernel(spec: TrainSpec) -> list[Problem]:
@@ -126,19 +121,16 @@ def _unknown_kernel(spec: TrainSpec) -> list[Problem]:
     if spec.device.kind != "cuda" or model.attention != "sdpa":
         return []
     found = []
-
-    def no(key: str, value: object, why: str, fix: str) -> None:
-        found.append(Problem(key=key, value="null" if value is None else str(value), why=why, fix=fix))
-
     by_scores = "or model.attention=math"
     if model.head_dim > _FLASH_MAX_HEAD_DIM or model.head_dim % _FLASH_HEAD_DIM_STEP:
         why = f"fused attention takes heads of a multiple of 8 up to {_FLASH_MAX_HEAD_DIM} numbers without a copy"
-        no("model.head_dim", model.head_dim, why, f"Set it to such a number, {by_scores}")
+        found.append(_unknown("model.head_dim", model.head_dim, why, f"Set it to such a number, {by_scores}"))
     if loop.precision == "fp32" and model.num_kv_heads != model.num_heads:
         why = "in fp32 not every torch has a fused attention kernel for grouped key-value heads"
-        no("model.num_kv_heads", model.num_kv_heads, why, f"Set train.precision=bf16_mixed, {by_scores}")
+        fix = f"Set train.precision=bf16_mixed, {by_scores}"
+        found.append(_unknown("model.num_kv_heads", model.num_kv_heads, why, fix))
     if loop.precision != "fp32" and (capability is None or capability < _FLASH_CAPABILITY):
         why = f"fused attention in bf16 needs a compute capability of {_FLASH_CAPABILITY}"
-        fix = f"Set train.precision=fp32, {by_scores}"
-        no("device.compute_capability", capability, why, fix if capability else f"Set it, {by_scores}")
+        fix = f"Set train.precision=fp32, {by_scores}" if capability else f"Set it, {by_scores}"
+        found.append(_unknown("device.compute_capability", capability, why, fix))
     return found
