@@ -21,6 +21,7 @@ from train.spec import DeviceSpec, TrainSpec
 # mega's in bf16, which has 162 and 80).
 _CUDA_BUILD_BYTES = (600834048, 162529280)
 _CPU_BUILD_BYTES = (294744064, 75497472)
+_NUMBERS = tuple(name for name in DeviceSpec.model_fields if name.endswith(("_bytes", "_capability", "_fp32", "_bf16")))
 # NVML's product names and the device files that speak of them.
 _KNOWN_CARDS = (
     (r"A100.*40GB", "a100_40gb"),
@@ -62,14 +63,20 @@ def _uuid(index: int) -> str:
 def resolve(spec: TrainSpec) -> TrainSpec:
     """The spec with the device it will really see: auto becomes a card or cpu, and free memory is read.
 
-    On cpu, usable_bytes is one rank's even share of what the machine has available.
+    What the user set of device=auto stays as set. On cpu, usable_bytes is one rank's even share of what the machine has
+    available.
     """
     device = spec.device
     if device.kind == "auto":
-        device = _gpu_here(device) if visible_gpus() else _read(CONF_DIR / "device" / "cpu.yaml")
+        found = _gpu_here(device) if visible_gpus() else _read(CONF_DIR / "device" / "cpu.yaml")
+        device = found.model_copy(update={name: getattr(device, name) for name in _NUMBERS if _is_set(device, name)})
     if device.kind == "cpu":
         device = _cpu_here(device, spec.parallel.devices_per_node)
     return spec.model_copy(update={"device": device})
+
+
+def _is_set(device: DeviceSpec, name: str) -> bool:
+    return getattr(device, name) is not None
 
 
 def _cpu_here(device: DeviceSpec, ranks: int) -> DeviceSpec:

@@ -48,14 +48,16 @@ def as_text(spec: RunSpec, plan: Plan) -> str:
         lines.append("refused, because a guess would be worse; oomguard.allow_unknown=true runs it all the same")
     lines += _alternatives(plan)
     if plan.largest_micro_batch is not None:
-        lines.append(f"room      up to train.micro_batch={plan.largest_micro_batch} fits, all else as it is")
+        lines.append(
+            f"room      up to train.micro_batch={plan.largest_micro_batch} fits with its margin, all else as it is"
+        )
     if plan.checkpointing is not None:
         lines.append(f"ckpt      {plan.checkpointing.note}")
     if estimate.peak_device_bytes is not None:
         terms = sorted(((v, n) for n, v in estimate.terms.items() if v and v >= MIB), reverse=True)
         lines.append("peak      " + ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for value, name in terms))
         phases = ((name, value) for name, value in estimate.phases.items() if value is not None)
-        lines.append("phases    " + ", ".join(f"{_PHASES.get(n, n)} {gib(v)}" for n, v in phases))
+        lines.append("phases    tensors alone: " + ", ".join(f"{_PHASES.get(n, n)} {gib(v)}" for n, v in phases))
         if estimate.recompute_flops_fraction:
             lines.append(f"recompute +{estimate.recompute_flops_fraction:.0%} FLOPs a step")
     lines += [f"assumed   {note}" for note in plan.notes]
@@ -67,7 +69,8 @@ def _alternatives(plan: Plan) -> list[str]:
         *others, last = ("", *plan.tried)
         tried = f"{', '.join(others[1:])} and {last}" if others[1:] else last
         what = f": tried {tried}, within" if tried else " within"
-        return [f"nothing was found that fits{what} the budget. Set a smaller model or train.seq_len."]
+        more = "Set more devices (parallel.devices_per_node, parallel.nodes), a smaller model or train.seq_len."
+        return [f"nothing was found that fits{what} the budget and at the tokens of a step. {more}"]
     word = "more room with" if plan.verdict.verdict == "tight" else "fits with"
     return [f"{word:<14} {_one(alternative)}" for alternative in plan.alternatives]
 

@@ -354,6 +354,6 @@ def _over_budget(spec: TrainSpec, fraction: float | None) -> str | None:
     if limit is not None and fraction is not None and fraction > limit:
         return (
             f"budget.max_recompute_fraction={limit}: this run recomputes {fraction:.1%} of its step's FLOPs. "
-            "Recompute fewer blocks (ckpt.every, ckpt.first) or keep more of each (ckpt=ops), or raise the limit."
+            "Recompute fewer blocks (ckpt=selective ckpt.first=...), keep more of each (ckpt=ops), or raise the limit."
         )
     return None

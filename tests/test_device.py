@@ -145,3 +145,9 @@ def test_a_gpu_run_with_a_torch_for_cpu_alone_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(device, "torch_is_built_for_cuda", lambda: False)
     with pytest.raises(NotSubmittedError, match="built for CPU alone"):
         device.check_present(train_spec("device=a100_40gb"))
+
+
+def test_what_is_set_of_device_auto_stays_as_set() -> None:
+    seen = device.resolve(train_spec("device.usable_bytes=700000000", "device.context_bytes=1")).device
+    assert (seen.usable_bytes, seen.context_bytes) == (700000000, 1)
+    assert seen.workspace_bytes

@@ -66,7 +66,7 @@ def _block(spec: TrainSpec) -> list[str]:
     total = sum(entry.size_bytes for entry in kept)
     loop = spec.train
     return [
-        f"what one of {spec.model.num_layers} blocks keeps for backward: {gib(total)} "
+        f"what one of {spec.model.num_layers} blocks keeps for backward where nothing is recomputed: {gib(total)} "
         f"(micro_batch {loop.micro_batch}, seq_len {loop.seq_len}, {loop.precision}, {spec.model.attention} attention)",
         *_table(rows, right=(4, 5)),
     ]

@@ -61,7 +61,7 @@ SHAPES = {
     "math": _shape("tiny", 6, 256, 2, "model.attention=math"),
     "swiglu-mixed": _shape("tinyllama_1b", 8, 256, 4, "train.precision=bf16_mixed"),
     "swiglu-ops": _shape("tinyllama_1b", 12, 256, 4, "ckpt=ops", "ckpt.save=every_second_matmul"),
-    "accum-chunked": _shape("tiny", 8, 384, 2, "train.grad_accum=2", "train.loss=chunked", "model.vocab_size=8192"),
+    "accum-chunked": _shape("tiny", 8, 256, 4, "train.grad_accum=2", "train.loss=chunked", "model.vocab_size=8192"),
     "two-ranks": _shape("tiny", 8, 256, 4, "parallel.devices_per_node=2"),
 }
 
