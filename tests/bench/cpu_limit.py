@@ -2,16 +2,19 @@
 
 `python -m tests.bench.cpu_limit` takes shapes whose predicted peaks lie from 0.8 to 1.25 times the limit, accepts those
 whose peak_device_bytes is at most the limit (no margin), runs all of them, the refused too, and writes a line for each
-to tests/evidence/cpu_limit.csv. It needs a cgroup of its own: memory (v1) or memory.max (v2) writable, as root has it.
+to tests/evidence/cpu_limit.csv. `--again` runs nothing and judges the runs of that file with the estimate as it is
+here: which of them lived does not depend on what was predicted. The bench needs a cgroup of its own:
+memory.limit_in_bytes (v1) or memory.max (v2) writable, as root has it.
 
 What a limit counts. The prediction is of the resident set, which has two parts. Anonymous pages (tensors, heap) are
 charged to the cgroup and cannot be taken back without swap, which is off: they are what kills. Pages of mapped files
 (the libraries' code) are page cache: charged to whichever cgroup read them first, shared by all processes, dropped and
 read again under pressure, never a reason to kill. So a limit of L bytes of resident set is a limit of L less the mapped
-files' share on the cgroup, and that share is measured first, by a run without a limit (RssFile of /proc/PID/status).
-Kernel memory (page tables, stacks, sockets) is charged on top and is in no prediction: a few MiB. Files that the run
-writes are page cache too, and the cgroup waits for them to reach the disk; a tmpfs would be charged as memory, so the
-run folder must not be on one.
+files' share on the cgroup, and that share is measured first, by a run without a limit (RssFile of /proc/PID/status);
+it differs by a few MiB from shape to shape (column mapped_bytes). Kernel memory (page tables, stacks, sockets) is
+charged on top and is in no prediction: 6 to 10 MiB by memory.kmem.max_usage_in_bytes. Both limit how near to the limit
+a verdict can be tried: to about half a per cent. Files that the run writes are page cache too, and the cgroup waits for
+them to reach the disk; a tmpfs would be charged as memory, so the run folder must not be on one.
 """
 
 import argparse
@@ -24,8 +27,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from orchestrator import oomguard
 from orchestrator.memory.formula import estimate
@@ -217,10 +221,7 @@ def _configs(text: Path, only: str) -> list[tuple[str, TrainSpec]]:
 
 
 def _try(shape: str, spec: TrainSpec, folder: Path, mapped_bytes: int) -> Tried:
-    seq_len = spec.train.seq_len
-    ranks = spec.parallel.world_size
-    predicted = estimate(spec)
-    peak = _predicted_bytes(spec)
+    seq_len, ranks = spec.train.seq_len, spec.parallel.world_size
     limit = ranks * (LIMIT_BYTES - mapped_bytes)
     ended, cgroup_peak, mapped = _limited(spec, folder / "run", limit)
     if any(code not in (0, -signal.SIGKILL) for code in ended.returncodes):
@@ -230,10 +231,7 @@ def _try(shape: str, spec: TrainSpec, folder: Path, mapped_bytes: int) -> Tried:
         overrides=f"{' '.join(SHAPES[shape])} model.context_length={seq_len} train.seq_len={seq_len}",
         ranks=ranks,
         limit_bytes=LIMIT_BYTES,
-        predicted_bytes=peak,
-        ratio=round(peak / LIMIT_BYTES, 4),
-        accepted=peak <= LIMIT_BYTES,
-        verdict=oomguard.judge(spec, predicted, LIMIT_BYTES).verdict,
+        **_judged(spec, LIMIT_BYTES),
         lived=not any(ended.returncodes),
         returncodes=" ".join(map(str, ended.returncodes)),
         cgroup_limit_bytes=limit,
@@ -241,6 +239,44 @@ def _try(shape: str, spec: TrainSpec, folder: Path, mapped_bytes: int) -> Tried:
         measured_bytes=None if ended.report is None else ended.report.measured_peak_bytes,
         mapped_bytes=mapped,
         seconds=round(ended.seconds, 1),
+    )
+
+
+def _judged(spec: TrainSpec, limit_bytes: int) -> dict[str, Any]:
+    """What the estimate says of a run: the fields of Tried that depend on it."""
+    peak = _predicted_bytes(spec)
+    return {
+        "predicted_bytes": peak,
+        "ratio": round(peak / limit_bytes, 4),
+        "accepted": peak <= limit_bytes,
+        "verdict": oomguard.judge(spec, estimate(spec), limit_bytes).verdict,
+    }
+
+
+def _judged_again(path: Path, text: Path) -> list[Tried]:
+    """The runs of the file with the verdicts of the estimate as it is now."""
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = [_parse(line) for line in csv.DictReader(file)]
+    return [replace(line, **_judged(specify(line.overrides.split(), text), line.limit_bytes)) for line in lines]
+
+
+def _parse(line: dict[str, str]) -> Tried:
+    return Tried(
+        shape=line["shape"],
+        overrides=line["overrides"],
+        ranks=int(line["ranks"]),
+        limit_bytes=int(line["limit_bytes"]),
+        predicted_bytes=int(line["predicted_bytes"]),
+        ratio=float(line["ratio"]),
+        accepted=line["accepted"] == "True",
+        verdict=line["verdict"],
+        lived=line["lived"] == "True",
+        returncodes=line["returncodes"],
+        cgroup_limit_bytes=int(line["cgroup_limit_bytes"]),
+        cgroup_peak_bytes=int(line["cgroup_peak_bytes"]),
+        measured_bytes=int(line["measured_bytes"]) if line["measured_bytes"] else None,
+        mapped_bytes=int(line["mapped_bytes"]),
+        seconds=float(line["seconds"]),
     )
 
 
@@ -293,25 +329,33 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.cpu_limit")
     parser.add_argument("--only", default="", help="the shapes whose name holds this word")
     parser.add_argument("--list", action="store_true", help="print the configs, run nothing")
+    parser.add_argument("--again", action="store_true", help="run nothing, judge the runs of the file again")
     parser.add_argument("--out", type=Path, default=EVIDENCE)
     chosen = parser.parse_args(argv)
-    require_cgroup()
+    if not (chosen.list or chosen.again):
+        require_cgroup()
     lines: list[Tried] = []
     with tempfile.TemporaryDirectory(prefix="cpu-limit-") as name:
         folder = Path(name)
         text = text_file(folder)
+        if chosen.again:
+            lines = _judged_again(chosen.out, text)
+            for line in lines:
+                _print_line(line)
+            _write(chosen.out, lines)
+            return _print_summary(lines)
         configs = _configs(text, chosen.only)
         if chosen.list:
             for shape, spec in configs:
                 print(f"{shape:<14} {spec.train.seq_len:>5}  {_predicted_bytes(spec) / LIMIT_BYTES:.3f}")
-            return
+            return None
         mapped_bytes = _mapped_without_limit(text, folder)
         print(f"mapped files of a run without a limit: {mapped_bytes / MIB:.0f} MiB", flush=True)
         for shape, spec in configs:
             lines.append(_try(shape, spec, folder, mapped_bytes))
             _print_line(lines[-1])
             _write(chosen.out, lines)
-    _print_summary(lines)
+    return _print_summary(lines)
 
 
 if __name__ == "__main__":

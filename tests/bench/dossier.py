@@ -41,8 +41,6 @@ class Line:
     policy: Policy
     torch_version: str
     """Empty where nothing was measured."""
-    predicted_growth_bytes: int
-    """Tensors and workspace of a CPU rank."""
     measured_growth_bytes: int | None
     """VmHWM growth; None: not measured, see skipped."""
     seconds: float | None
@@ -68,9 +66,8 @@ def _spec(shape: dict[str, str], policy: Policy, text: Path) -> TrainSpec:
 
 def _measure(name: str, policy: Policy, spec: TrainSpec, folder: Path) -> Line:
     found = estimate(spec)
-    growth, usable = growth_bytes(found, spec), spec.device.usable_bytes
-    assert growth is not None  # these settings all have a formula
-    assert found.peak_device_bytes is not None
+    usable = spec.device.usable_bytes
+    assert found.peak_device_bytes is not None  # these settings all have a formula
     assert usable is not None  # resolved
     skipped, torch_version, measured, seconds = "", "", None, None
     if found.peak_device_bytes > usable - _SPARE_BYTES:
@@ -86,7 +83,6 @@ def _measure(name: str, policy: Policy, spec: TrainSpec, folder: Path) -> Line:
         shape=name,
         policy=policy,
         torch_version=torch_version,
-        predicted_growth_bytes=growth,
         measured_growth_bytes=measured,
         seconds=seconds,
         skipped=skipped,
@@ -105,7 +101,6 @@ def _parse(line: dict[str, str]) -> Line:
         shape=line["shape"],
         policy="full" if line["policy"] == "full" else "none",
         torch_version=line["torch_version"],
-        predicted_growth_bytes=int(line["predicted_growth_bytes"]),
         measured_growth_bytes=int(line["measured_growth_bytes"]) if line["measured_growth_bytes"] else None,
         seconds=float(line["seconds"]) if line["seconds"] else None,
         skipped=line["skipped"],
