@@ -104,6 +104,12 @@ def test_the_peak_never_falls_with_more_work(spec: TrainSpec, key: str) -> None:
     assert peak(more) >= peak(spec)
 
 
+def test_a_tensor_that_outgrows_a_shared_segment_does_not_lower_the_peak() -> None:
+    spec = changed(BASES["llama in bf16 on a gpu"], "model", num_layers=1, d_model=16, num_heads=4, num_kv_heads=1)
+    spec = changed(changed(spec, "model", head_dim=8, d_mlp=1, vocab_size=4338), "train", micro_batch=8, seq_len=75)
+    assert peak(changed(spec, "train", micro_batch=9)) >= peak(spec)
+
+
 @settings(max_examples=150, deadline=None)
 @given(specs())
 def test_full_holds_no_more_than_selective_and_selective_no_more_than_none(spec: TrainSpec) -> None:

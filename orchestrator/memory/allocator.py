@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from orchestrator.memory.step import Moment
 
 MIB = 1024**2
-# c10/cuda/CUDACachingAllocator.cpp: kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer, kRoundLarge.
-_SMALL_BYTES, _SMALL_SEGMENT_BYTES = MIB, 2 * MIB
-_LARGE_BYTES, _LARGE_SEGMENT_BYTES, _LARGE_ROUNDING_BYTES = 10 * MIB, 20 * MIB, 2 * MIB
+# c10/cuda/CUDACachingAllocator.cpp: kSmallSize, kSmallBuffer, kLargeBuffer. Tensors of 10 MiB and more have segments of
+# their own, but where there are such there are some between, whose segments of 20 MiB end each stream.
+_SMALL_BYTES, _SMALL_SEGMENT_BYTES, _LARGE_SEGMENT_BYTES = MIB, 2 * MIB, 20 * MIB
 
 
 def reserved_bytes(every: Sequence[Moment], largest_tensor_bytes: int, workspace_bytes: int) -> int:
@@ -33,10 +33,5 @@ def reserved_bytes(every: Sequence[Moment], largest_tensor_bytes: int, workspace
 
 def in_segments(size_bytes: int, largest_tensor_bytes: int) -> int:
     """`size_bytes` of one stream, rounded up to whole segments."""
-    if largest_tensor_bytes <= _SMALL_BYTES:
-        segment = _SMALL_SEGMENT_BYTES
-    elif largest_tensor_bytes < _LARGE_BYTES:
-        segment = _LARGE_SEGMENT_BYTES
-    else:
-        segment = _LARGE_ROUNDING_BYTES
+    segment = _SMALL_SEGMENT_BYTES if largest_tensor_bytes <= _SMALL_BYTES else _LARGE_SEGMENT_BYTES
     return -(-size_bytes // segment) * segment
